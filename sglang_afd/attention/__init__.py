@@ -1,0 +1,1 @@
+"""The attention role: what stands in for the experts on A ranks."""

@@ -1,0 +1,122 @@
+"""`AfdConfig`: the one description of a deployment, validated once, carried to child processes.
+
+The launcher builds it from ``--afd-*`` flags, validates it, and exports it as JSON in the
+environment variable `ENV` while it starts processes; each child reads it back unchanged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from sglang_afd.topology import Role, Topology
+
+ENV = "SGLANG_AFD_CONFIG"
+TRANSPORTS = ("gloo", "deepep")
+MAX_TOP_K = 16
+
+
+class ConfigError(ValueError):
+    """A deployment description that cannot be right; the message names the flag and the mend."""
+
+
+class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A deployment: its ranks, how they exchange rows, and the bounds on every wait."""
+
+    attention_ranks: int
+    """A: attention DP ranks."""
+    ffn_ranks: int
+    """F: FFN DP ranks."""
+    attention_tp: int = 1
+    """t: world ranks of every DP rank (attention tensor parallelism)."""
+    transport: str = "gloo"
+    """How rows travel: one of `TRANSPORTS` (``auto`` is resolved before this is built)."""
+    max_tokens_per_rank: int = 128
+    """T: rows a rank sends in one exchange; longer batches go in slices of T."""
+    startup_timeout: float = 600.0
+    """Seconds within which every rank must be ready, or the start fails."""
+    exchange_timeout: float = 100.0
+    """Seconds a rank waits for a peer inside one exchange before it fails."""
+    command_role: Role | None = None
+    """The role this command starts (two-command deployments); None: both."""
+
+    def __post_init__(self) -> None:
+        _ = self.topology  # raises TopologyError for counts below 1
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(
+                f"--afd-transport {self.transport} is unknown; choose auto, {', '.join(TRANSPORTS)}"
+            )
+        if self.max_tokens_per_rank < 1:
+            raise ConfigError(
+                f"--afd-max-tokens-per-rank is {self.max_tokens_per_rank}; it must be at least 1"
+            )
+        for flag, value in (
+            ("--afd-startup-timeout", self.startup_timeout),
+            ("--afd-exchange-timeout", self.exchange_timeout),
+        ):
+            if not value > 0:
+                raise ConfigError(f"{flag} is {value}; it must be a positive number of seconds")
+
+    @property
+    def topology(self) -> Topology:
+        """The layout this deployment asks for."""
+        return Topology(self.attention_ranks, self.ffn_ranks, self.attention_tp)
+
+    def local_ranks(self) -> range:
+        """World ranks that this command starts on its machine."""
+        if self.command_role is None:
+            return range(self.topology.world_size)
+        if self.command_role is Role.ATTENTION:
+            return self.topology.attention_world
+        return self.topology.ffn_world
+
+    def agreement(self) -> dict[str, int | float | str]:
+        """What all ranks of one world must have equal, whichever command started them."""
+        fields = msgspec.to_builtins(self)
+        fields.pop("command_role")
+        return fields
+
+    def to_json(self) -> str:
+        """The form that travels to child processes."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> AfdConfig:
+        """Inverse of `to_json`.
+
+        Raises:
+            ConfigError: the text is not a valid deployment description.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{ENV} does not hold a deployment description: {error}") from error
+
+    @classmethod
+    def from_environment(cls) -> AfdConfig | None:
+        """The deployment this process belongs to, or None: SGLang runs without AFD."""
+        text = os.environ.get(ENV)
+        return cls.from_json(text) if text else None
+
+    @contextmanager
+    def exported(self) -> Iterator[None]:
+        """Let the processes that are started inside this block inherit the deployment."""
+        previous = os.environ.get(ENV)
+        os.environ[ENV] = self.to_json()
+        try:
+            yield
+        finally:
+            if previous is None:
+                del os.environ[ENV]
+            else:
+                os.environ[ENV] = previous
+
+
+def fingerprint(facts: dict[str, object]) -> int:
+    """A 62-bit hash of `facts`, equal on all ranks whose facts are; fits a signed int64."""
+    canonical = msgspec.json.encode(facts, order="deterministic")
+    return int.from_bytes(hashlib.sha256(canonical).digest()[:8], "big") >> 2

@@ -1,0 +1,109 @@
+"""`RankContext`: what one scheduler process knows of its place in the deployment.
+
+One per process, set when SGLang's scheduler learns its rank; hooks ask it for the role instead of
+looking at ranks themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from sglang_afd.config import AfdConfig, fingerprint
+from sglang_afd.dispatch.step_plan import PlanRow, StepPlan
+from sglang_afd.families import Family, MoeFacts
+from sglang_afd.topology import Role, Topology
+
+
+@dataclass
+class RankContext:
+    """The rank, its role, the model's facts, and the step it is in."""
+
+    config: AfdConfig
+    rank: int
+    family: Family
+    facts: MoeFacts
+    agreement: dict[str, object]
+    """Everything that must be equal on all ranks; its hash travels with every step."""
+    serving: bool = False
+    """False while the rank starts: forwards are warm-ups and exchange nothing."""
+    plan: StepPlan | None = None
+    """The plan of the step that runs next, or None outside of steps."""
+    _step_id: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self.config_hash = fingerprint(self.agreement)
+
+    @property
+    def topology(self) -> Topology:
+        """The deployment's layout."""
+        return self.config.topology
+
+    @property
+    def role(self) -> Role:
+        """This rank's role."""
+        return self.topology.role_of(self.rank)
+
+    @property
+    def name(self) -> str:
+        """How messages call this rank."""
+        return self.topology.name_of(self.rank)
+
+    def next_row(self, kind: int, rows: int) -> PlanRow:
+        """Enter the next step and return what this rank contributes to its plan."""
+        self._step_id += 1
+        return PlanRow(self._step_id, kind, rows, self.config_hash)
+
+    def loads_tensor(self, name: str) -> bool:
+        """Whether this rank's role reads the checkpoint tensor `name`."""
+        tensor = self.family.expert_tensor(name)
+        if self.role is Role.ATTENTION:
+            return tensor is None
+        owned = self.topology.experts_of(self.rank, self.facts.num_experts)
+        return tensor is not None and tensor.expert in owned
+
+    @contextmanager
+    def step(self) -> Iterator[StepPlan | None]:
+        """Hand out the plan for one forward; None while the rank starts (a warm-up forward).
+
+        Raises:
+            RuntimeError: a forward runs although no step was agreed.
+        """
+        plan = self.plan
+        if plan is None and self.serving:
+            raise RuntimeError(
+                f"{self.name} runs a forward outside of an agreed step; its peers would wait for "
+                f"rows that nobody announced"
+            )
+        try:
+            yield plan
+        finally:
+            self.plan = None
+
+
+_current: RankContext | None = None
+
+
+def enter(context: RankContext) -> RankContext:
+    """Make `context` this process's context.
+
+    Raises:
+        RuntimeError: the process has one already.
+    """
+    global _current
+    if _current is not None:
+        raise RuntimeError(f"this process already is {_current.name}")
+    _current = context
+    return context
+
+
+def current() -> RankContext:
+    """This process's context.
+
+    Raises:
+        RuntimeError: the process is not a rank of an AFD deployment.
+    """
+    if _current is None:
+        raise RuntimeError("this process is not a rank of an AFD deployment")
+    return _current

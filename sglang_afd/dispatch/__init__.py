@@ -1,0 +1,1 @@
+"""Rows between the roles: the step plan, the Transport protocol and its implementations."""

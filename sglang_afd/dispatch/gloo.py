@@ -1,0 +1,167 @@
+"""The `gloo` transport: point-to-point messages between CPU tensors, on any host.
+
+It is the reference: a token's row goes once to every F rank that owns one of its experts, that F
+rank reduces its experts' outputs with the router's weights, and A sums the F ranks' rows in rank
+order, so equal inputs give equal bits.  Rows of other devices are staged through the CPU.
+
+Per round and (A, F) pair with rows: A sends the routing of all its rows ([n, 2K] int32: local ids,
+then the weights' bits), then only the rows with an expert there; F answers one row for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from sglang_afd.dispatch.transport import Buffers, ExchangeError, RoutedRows, RowBatch
+from sglang_afd.topology import Topology
+
+_RETRY_HINT = "check that the peer is alive (its log names the cause) and restart the deployment"
+
+
+class _Sent(NamedTuple):
+    """What `combine` needs: which rows went to which F rank, and the rows' form."""
+
+    picks: dict[int, torch.Tensor]  # F world rank -> [m] indices of the rows sent there
+    like: torch.Tensor  # [n, H], gives shape, dtype and device of the result
+
+
+class _Received(NamedTuple):
+    """What `reply` needs: how many of the batch's rows belong to which A rank."""
+
+    sources: list[tuple[int, int]]  # (A world rank, rows), in batch order
+
+
+class GlooTransport:
+    """One rank's end of the gloo exchange."""
+
+    def __init__(
+        self,
+        *,
+        topology: Topology,
+        rank: int,
+        num_experts: int,
+        hidden_size: int,
+        top_k: int,
+        dtype: torch.dtype,
+        timeout: float,
+    ) -> None:
+        """Join the exchange group: a collective call of all world ranks.
+
+        Args:
+            timeout: seconds an operation waits for a peer.
+        """
+        self._topology = topology
+        self._rank = rank
+        self._per_rank = topology.experts_per_rank(num_experts)
+        self._hidden_size, self._top_k, self._dtype = hidden_size, top_k, dtype
+        self._timeout = timeout
+        self._group = dist.new_group(
+            list(range(topology.world_size)), backend="gloo", timeout=timedelta(seconds=timeout)
+        )
+
+    def dispatch(self, rows: RoutedRows) -> _Sent:
+        """See `Transport.dispatch`."""
+        hidden = rows.hidden.cpu()
+        ids, weights = rows.expert_ids.cpu().to(torch.int32), rows.weights.cpu().float()
+        picks: dict[int, torch.Tensor] = {}
+        pending = []
+        if hidden.shape[0]:
+            for index, peer in enumerate(self._topology.ffn_world):
+                local = ids - index * self._per_rank
+                mine = (ids >= 0) & (local >= 0) & (local < self._per_rank)
+                local = torch.where(mine, local, -1)
+                routing = torch.cat([local, weights.contiguous().view(torch.int32)], dim=1)
+                picks[peer] = mine.any(dim=1).nonzero().flatten()
+                pending.append(self._send(routing, peer))
+                if picks[peer].numel():
+                    pending.append(self._send(hidden[picks[peer]], peer))
+        for message, work, peer in pending:
+            self._wait(work, peer, "sending rows to")
+            del message
+        return _Sent(picks, rows.hidden)
+
+    def combine(self, handle: _Sent) -> torch.Tensor:
+        """See `Transport.combine`."""
+        total = torch.zeros(handle.like.shape, dtype=torch.float32)
+        for peer, picks in handle.picks.items():
+            if picks.numel():
+                part = torch.empty(picks.numel(), self._hidden_size, dtype=self._dtype)
+                self._recv(part, peer)
+                total.index_add_(0, picks, part.float())
+        return total.to(dtype=handle.like.dtype, device=handle.like.device)
+
+    def receive(self, counts: Sequence[int]) -> tuple[RowBatch, _Received]:
+        """See `Transport.receive`."""
+        hidden, ids, weights, sources = [], [], [], []
+        for peer in self._topology.attention_world:
+            if not counts[peer]:
+                continue
+            routing = torch.empty(counts[peer], 2 * self._top_k, dtype=torch.int32)
+            self._recv(routing, peer)
+            here = (routing[:, : self._top_k] >= 0).any(dim=1)
+            routing = routing[here]
+            block = torch.empty(routing.shape[0], self._hidden_size, dtype=self._dtype)
+            if routing.shape[0]:
+                self._recv(block, peer)
+            hidden.append(block)
+            ids.append(routing[:, : self._top_k])
+            weights.append(routing[:, self._top_k :].contiguous().view(torch.float32))
+            sources.append((peer, routing.shape[0]))
+        if not sources:
+            empty = torch.empty(0, self._top_k, dtype=torch.int32)
+            rows = torch.empty(0, self._hidden_size, dtype=self._dtype)
+            return RowBatch(rows, empty, empty.float()), _Received([])
+        return RowBatch(torch.cat(hidden), torch.cat(ids), torch.cat(weights)), _Received(sources)
+
+    def reply(self, output: torch.Tensor, handle: _Received) -> None:
+        """See `Transport.reply`."""
+        blocks = output.cpu().to(self._dtype).split([count for _, count in handle.sources])
+        pending = [
+            self._send(block.contiguous(), peer)
+            for (peer, count), block in zip(handle.sources, blocks, strict=True)
+            if count
+        ]
+        for _, work, peer in pending:
+            self._wait(work, peer, "returning rows to")
+
+    def _send(self, tensor: torch.Tensor, peer: int) -> tuple[torch.Tensor, dist.Work, int]:
+        try:
+            return tensor, dist.isend(_as_bytes(tensor), peer, group=self._group), peer
+        except RuntimeError as error:
+            raise self._failure("sending rows to", peer, error) from error
+
+    def _recv(self, into: torch.Tensor, peer: int) -> None:
+        try:
+            dist.recv(_as_bytes(into), peer, group=self._group)
+        except RuntimeError as error:
+            raise self._failure("waiting for rows of", peer, error) from error
+
+    def _wait(self, work: dist.Work, peer: int, doing: str) -> None:
+        try:
+            work.wait(timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise self._failure(doing, peer, error) from error
+
+    def _failure(self, doing: str, peer: int, error: RuntimeError) -> ExchangeError:
+        return ExchangeError(
+            f"{self._topology.name_of(self._rank)} failed {doing} "
+            f"{self._topology.name_of(peer)} within {self._timeout:g} s "
+            f"(--afd-exchange-timeout): {error}; {_RETRY_HINT}"
+        )
+
+
+def gloo_buffers(*, cap: int, hidden_size: int, top_k: int, dtype: torch.dtype) -> Buffers:
+    """Bytes of the largest round's temporary tensors, per peer pair; nothing is held between."""
+    routing = cap * 2 * top_k * 4
+    rows = cap * hidden_size * dtype.itemsize
+    return Buffers(attention=routing + rows + cap * hidden_size * 4, ffn=routing + 2 * rows)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a contiguous tensor that any gloo build can send, whatever its dtype."""
+    return tensor.contiguous().view(torch.uint8)

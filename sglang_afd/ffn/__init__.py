@@ -1,0 +1,1 @@
+"""The FFN role: the serve loop that runs the experts for the attention ranks."""

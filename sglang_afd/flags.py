@@ -1,0 +1,188 @@
+"""The ``--afd-*`` flags, and what they become in SGLang's own flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sglang_afd.config import TRANSPORTS, AfdConfig, ConfigError
+from sglang_afd.topology import Role
+
+_OWNED = {
+    "--tp-size": "the world is (--afd-attention-ranks + --afd-ffn-ranks) x --afd-attention-tp",
+    "--dp-size": "DP ranks are --afd-attention-ranks + --afd-ffn-ranks",
+    "--attn-dp-size": "DP ranks are --afd-attention-ranks + --afd-ffn-ranks",
+    "--enable-dp-attention": "AFD always runs attention data-parallel",
+    "--ep-size": "experts lie on the FFN ranks",
+    "--moe-a2a-backend": "--afd-transport says how rows travel",
+    "--deepep-mode": "--afd-transport says how rows travel",
+    "--moe-dense-tp-size": "dense layers run on each attention rank",
+    "--enable-dp-lm-head": "AFD always runs the lm_head data-parallel",
+}
+_SHORT = {
+    "--tp": "--tp-size",
+    "--tensor-parallel-size": "--tp-size",
+    "--dp": "--dp-size",
+    "--data-parallel-size": "--dp-size",
+    "--ep": "--ep-size",
+    "--expert-parallel-size": "--ep-size",
+}
+
+
+class Command(NamedTuple):
+    """A parsed command line: the deployment (None: plain SGLang) and SGLang's own arguments."""
+
+    config: AfdConfig | None
+    sglang_args: list[str]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the ``--afd-*`` flags to `parser`, in a group of their own."""
+    group = parser.add_argument_group(
+        "attention-FFN disaggregation",
+        "Experts on ranks of their own. Counts are DP ranks: a deployment takes "
+        "(attention ranks + FFN ranks) x attention TP accelerators. Without these flags the "
+        "command starts plain SGLang.",
+    )
+    group.add_argument(
+        "--afd-attention-ranks", type=int, metavar="A", help="DP ranks with requests and attention"
+    )
+    group.add_argument(
+        "--afd-ffn-ranks", type=int, metavar="F", help="DP ranks with the experts, and nothing else"
+    )
+    group.add_argument(
+        "--afd-attention-tp",
+        type=int,
+        default=1,
+        metavar="t",
+        help="tensor-parallel size of each DP rank's attention (default: %(default)s)",
+    )
+    group.add_argument(
+        "--afd-transport",
+        default="auto",
+        metavar="|".join(("auto", *TRANSPORTS)),
+        help="how rows travel; auto: deepep where the ranks have GPUs and the package, else gloo",
+    )
+    group.add_argument(
+        "--afd-max-tokens-per-rank",
+        type=int,
+        default=128,
+        metavar="T",
+        help="rows a rank sends in one exchange, the size of the buffers; longer batches go in "
+        "slices (default: %(default)s)",
+    )
+    group.add_argument(
+        "--afd-startup-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="fail unless every rank is ready by then (default: %(default)g)",
+    )
+    group.add_argument(
+        "--afd-exchange-timeout",
+        type=float,
+        default=100.0,
+        metavar="SECONDS",
+        help="fail a rank that waits longer for a peer in one exchange (default: %(default)g)",
+    )
+    group.add_argument(
+        "--afd-role",
+        choices=[role.value for role in Role],
+        help="start only this role's ranks here; the other role is a second command with the same "
+        "flags (with --nnodes 2 --node-rank 0|1 --dist-init-addr HOST:PORT; attention is rank 0)",
+    )
+
+
+def parse(argv: Sequence[str], *, transport: str) -> Command:
+    """Split a command line into the deployment and SGLang's arguments.
+
+    Args:
+        argv: arguments without the program name.
+        transport: what ``--afd-transport auto`` stands for on this machine.
+
+    Raises:
+        ConfigError: the ``--afd-*`` flags, or they with SGLang's, cannot be right.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    known, rest = parser.parse_known_args(list(argv))
+    unknown = [arg for arg in rest if arg.startswith("--afd-")]
+    if unknown:
+        raise ConfigError(f"unknown flag {unknown[0]}; see --help for the --afd-* flags")
+    if known.afd_attention_ranks is None and known.afd_ffn_ranks is None:
+        given = [arg for arg in argv if arg.startswith("--afd-")]
+        if given:
+            raise ConfigError(
+                f"{given[0]} needs a deployment: give --afd-attention-ranks and --afd-ffn-ranks"
+            )
+        return Command(None, rest)
+    if known.afd_attention_ranks is None or known.afd_ffn_ranks is None:
+        raise ConfigError("give both --afd-attention-ranks and --afd-ffn-ranks")
+    config = AfdConfig(
+        attention_ranks=known.afd_attention_ranks,
+        ffn_ranks=known.afd_ffn_ranks,
+        attention_tp=known.afd_attention_tp,
+        transport=transport if known.afd_transport == "auto" else known.afd_transport,
+        max_tokens_per_rank=known.afd_max_tokens_per_rank,
+        startup_timeout=known.afd_startup_timeout,
+        exchange_timeout=known.afd_exchange_timeout,
+        command_role=Role(known.afd_role) if known.afd_role else None,
+    )
+    _refuse_owned(rest)
+    _check_commands(config, rest)
+    return Command(config, [*rest, *_sglang_flags(config)])
+
+
+def has_flag(args: Sequence[str], flag: str) -> bool:
+    """Whether SGLang's `args` give `flag`, as ``--flag value`` or ``--flag=value``."""
+    return any(arg == flag or arg.startswith(flag + "=") for arg in args)
+
+
+def flag_value(args: Sequence[str], flag: str) -> str | None:
+    """The value that SGLang's `args` give `flag`, or None."""
+    value = None
+    for index, arg in enumerate(args):
+        if arg.startswith(flag + "="):
+            value = arg[len(flag) + 1 :]
+        elif arg == flag and index + 1 < len(args):
+            value = args[index + 1]
+    return value
+
+
+def _refuse_owned(args: Sequence[str]) -> None:
+    for arg in args:
+        flag = arg.split("=", 1)[0]
+        flag = _SHORT.get(flag, flag)
+        if flag in _OWNED:
+            raise ConfigError(f"{flag} is set by the --afd-* flags ({_OWNED[flag]}); leave it out")
+
+
+def _check_commands(config: AfdConfig, args: Sequence[str]) -> None:
+    nnodes, node_rank = flag_value(args, "--nnodes"), flag_value(args, "--node-rank")
+    if config.command_role is None:
+        if nnodes not in (None, "1"):
+            raise ConfigError(
+                f"--nnodes {nnodes} needs --afd-role: one command for each role (two in all)"
+            )
+        return
+    want = "0" if config.command_role is Role.ATTENTION else "1"
+    if nnodes != "2" or (node_rank or "0") != want or not has_flag(args, "--dist-init-addr"):
+        raise ConfigError(
+            f"--afd-role {config.command_role.value} needs --nnodes 2 --node-rank {want} "
+            f"--dist-init-addr HOST:PORT (the attention command's address)"
+        )
+
+
+def _sglang_flags(config: AfdConfig) -> list[str]:
+    """The SGLang flags that make one world of both roles."""
+    return [
+        *("--tp-size", str(config.topology.world_size)),
+        *("--attn-dp-size", str(config.topology.dp_size)),
+        *("--moe-a2a-backend", "deepep"),  # models then take their expert-parallel path
+        *("--moe-dense-tp-size", "1"),
+        "--enable-dp-lm-head",
+        "--disable-custom-all-reduce",
+        *("--cuda-graph-backend-decode", "disabled"),
+        *("--cuda-graph-backend-prefill", "disabled"),
+    ]

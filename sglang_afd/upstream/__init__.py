@@ -1,0 +1,36 @@
+"""The only package (with `sglang_afd.platform`) that names SGLang internals: one module per
+upstream subsystem, each a list of small hooks with the reason for each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_afd.config import AfdConfig
+
+if TYPE_CHECKING:
+    from sglang_afd.upstream.hooks import Hook
+
+
+def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
+    """Every hook of a deployment; processes that lack a role's work never reach its hooks."""
+    from sglang_afd.upstream import (
+        arguments,
+        expert_layers,
+        loading,
+        memory,
+        processes,
+        ranks,
+        routing,
+        step_sync,
+    )
+
+    return (
+        *arguments.hooks(config),
+        *processes.hooks(config),
+        *routing.hooks(config),
+        *ranks.hooks(config),
+        *step_sync.HOOKS,
+        *expert_layers.HOOKS,
+        *loading.HOOKS,
+        *memory.HOOKS,
+    )

@@ -1,0 +1,236 @@
+"""Experts in SGLang's terms: what A ranks have in their place, and how F ranks build and run them.
+
+F uses SGLang's own ``FusedMoE`` layer with its own quantisation methods, built for this rank's
+experts alone: a layer of E/F experts on one expert-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang_afd.attention.exchange import AttentionExchange
+from sglang_afd.context import current
+from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
+from sglang_afd.topology import Role
+from sglang_afd.upstream.hooks import Hook, Kind
+from sglang_afd.upstream.shadow import parallel_view
+
+_exchange: AttentionExchange | None = None
+
+
+def connect(exchange: AttentionExchange) -> None:
+    """Give the A rank's expert stand-ins the exchange they call."""
+    global _exchange
+    _exchange = exchange
+
+
+class RemoteExperts(nn.Module):
+    """Stands where a model has its experts, holds no weights, and runs them on F.
+
+    It has the attributes that SGLang's model classes read of ``FusedMoE``.
+    """
+
+    runner_backend = None
+    num_local_experts = 0
+    should_fuse_routed_scaling_factor_in_topk = False
+
+    def __init__(self, *, layer_id: int, routing_method_type: Any = None, **_: Any) -> None:
+        super().__init__()
+        self.layer_id, self.routing_method_type = layer_id, routing_method_type
+
+    def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
+        """[n, H] rows and SGLang's top-k output -> [n, H] combined rows."""
+        if _exchange is None:
+            raise RuntimeError("the experts were called before the transport was made")
+        return _exchange(hidden_states, topk_output.topk_ids, topk_output.topk_weights)
+
+
+class ExpertModel(nn.Module):
+    """All that an F rank holds: its experts of every MoE layer, in order.
+
+    Raises:
+        ValueError: from `load_weights`, if a tensor of an owned expert is missing.
+    """
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        from sglang.srt.layers.moe.fused_moe_triton import layer as module
+
+        super().__init__()
+        context = current()
+        facts = context.facts
+        self.config, self.quant_config = config, quant_config
+        self.owned = context.topology.experts_of(context.rank, facts.num_experts)
+        self.start_layer, self.end_layer = 0, config.num_hidden_layers
+        alone = {"moe_ep_size": 1, "moe_ep_rank": 0, "moe_tp_size": 1, "moe_tp_rank": 0}
+        with parallel_view(module, **alone):
+            self.layers = nn.ModuleDict(
+                {
+                    str(layer): module.FusedMoE(
+                        num_experts=len(self.owned),
+                        top_k=facts.top_k,
+                        layer_id=layer,
+                        hidden_size=facts.hidden_size,
+                        intermediate_size=facts.intermediate_size,
+                        quant_config=quant_config,
+                        prefix=f"model.layers.{layer}.mlp.experts",
+                        uses_expert_location=False,
+                        inplace=False,
+                    )
+                    for layer in facts.layers
+                }
+            )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load this rank's expert tensors; other names are ignored."""
+        context = current()
+        parameters = dict(self.named_parameters())
+        loaded = set()
+        for name, value in weights:
+            tensor = context.family.expert_tensor(name)
+            if tensor is None or tensor.expert not in self.owned:
+                continue
+            weight = "w2" if tensor.projection == "w2" else "w13"
+            target = f"layers.{tensor.layer}.{weight}_{tensor.suffix}"
+            parameter = parameters.get(target)
+            if parameter is None:
+                raise ValueError(f"{context.name} has no place for {name} (no {target})")
+            parameter.weight_loader(
+                parameter,
+                value,
+                target,
+                shard_id=tensor.projection,
+                expert_id=tensor.expert - self.owned.start,
+            )
+            loaded.add((tensor.layer, tensor.expert, tensor.projection, tensor.suffix))
+        suffixes = {name.split("_", 1)[1] for name in parameters}
+        for layer in context.facts.layers:
+            for expert in self.owned:
+                for projection in ("w1", "w2", "w3"):
+                    for suffix in suffixes:
+                        if (layer, expert, projection, suffix) not in loaded:
+                            raise ValueError(
+                                f"{context.name} found no {projection} {suffix} of expert {expert} "
+                                f"in layer {layer}: the checkpoint is incomplete"
+                            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """An F rank runs `sglang_afd.ffn.serve`, never a forward of its own."""
+        raise RuntimeError("an FFN rank has no model forward of its own")
+
+    def experts(self) -> list[Callable[[RowBatch | MaskedBatch], torch.Tensor]]:
+        """The layers as the serve loop calls them."""
+        return [_runner(layer) for layer in self.layers.values()]
+
+
+def _runner(layer: Any) -> Callable[[RowBatch | MaskedBatch], torch.Tensor]:
+    def run(batch: RowBatch | MaskedBatch) -> torch.Tensor:
+        if isinstance(batch, MaskedBatch):
+            return _run_masked(layer, batch)
+        return _run_rows(layer, batch)
+
+    return run
+
+
+def _run_rows(layer: Any, batch: RowBatch) -> torch.Tensor:
+    """Rows with several experts each: run a row per pair, then reduce in float32 by the weights."""
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    if not batch.hidden.shape[0]:
+        return batch.hidden
+    device = next(layer.parameters()).device
+    hidden = batch.hidden.to(device)
+    ids, weights = batch.expert_ids.to(device), batch.weights.to(device)
+    token, place = (ids >= 0).nonzero(as_tuple=True)
+    pair_ids = ids[token, place].unsqueeze(1)
+    ones = torch.ones(pair_ids.shape, dtype=torch.float32, device=device)
+    output = layer.run_moe_core(
+        StandardDispatchOutput(
+            hidden_states=hidden[token],
+            hidden_states_scale=None,
+            topk_output=StandardTopKOutput(ones, pair_ids, ones),
+        )
+    ).hidden_states
+    total = torch.zeros(hidden.shape, dtype=torch.float32, device=device)
+    total.index_add_(0, token, output.float() * weights[token, place].unsqueeze(1))
+    return total.to(batch.hidden.dtype)
+
+
+def _run_masked(layer: Any, batch: MaskedBatch) -> torch.Tensor:
+    """Rows grouped by expert: SGLang's masked grouped GEMMs."""
+    from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPLLDispatchOutput
+
+    nothing = torch.empty(0, 1, dtype=torch.int32, device=batch.hidden.device)
+    return layer.run_moe_core(
+        DeepEPLLDispatchOutput(
+            hidden_states=batch.hidden,
+            hidden_states_scale=batch.scales,
+            topk_ids=nothing,
+            topk_weights=nothing.float(),
+            masked_m=batch.counts,
+            expected_m=batch.expected,
+        )
+    ).hidden_states
+
+
+def _experts_of_role(original: Callable[..., type], *args: Any, **kwargs: Any) -> type:
+    return RemoteExperts if current().role is Role.ATTENTION else original(*args, **kwargs)
+
+
+def _model_of_role(result: tuple[type, str], *args: Any, **kwargs: Any) -> tuple[type, str] | None:
+    return (ExpertModel, result[1]) if current().role is Role.FFN else None
+
+
+def _no_dispatcher(*args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
+
+    class ServedByTransport(BaseDispatcher):
+        """Rows reach an F rank's layers through the serve loop, not through a dispatcher."""
+
+        def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("an FFN rank's layer is run by the serve loop")
+
+        combine = dispatch
+
+    return ServedByTransport()
+
+
+def _locate_over_ffn_ranks(
+    original: Callable[..., Any], *, model_config: Any, moe_ep_rank: int
+) -> Any:
+    from sglang.srt.eplb import expert_location as module
+
+    with parallel_view(module, ep_size=len(current().topology.ffn_world)):
+        return original(model_config=model_config, moe_ep_rank=0)
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.layers.moe.ep_moe.layer.get_moe_impl_class",
+        Kind.AROUND,
+        _experts_of_role,
+        "models on A ranks build a stand-in instead of experts",
+    ),
+    Hook(
+        "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher",
+        Kind.REPLACE,
+        _no_dispatcher,
+        "an F rank's layers get their rows from the serve loop",
+    ),
+    Hook(
+        "sglang.srt.model_loader.utils.get_model_architecture",
+        Kind.AFTER,
+        _model_of_role,
+        "an F rank runs the experts-only model",
+    ),
+    Hook(
+        "sglang.srt.eplb.expert_location.compute_initial_expert_location_metadata",
+        Kind.AROUND,
+        _locate_over_ffn_ranks,
+        "experts lie on F ranks alone; A ranks do not count",
+    ),
+)

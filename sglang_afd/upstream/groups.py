@@ -1,0 +1,22 @@
+"""Process groups that AFD adds to SGLang's world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_afd.context import current
+
+_attention_group: Any = None
+
+
+def make_attention_group() -> None:
+    """Create the CPU group of the A ranks: a collective call of all world ranks."""
+    import torch.distributed as dist
+
+    global _attention_group
+    _attention_group = dist.new_group(list(current().topology.attention_world), backend="gloo")
+
+
+def attention_group() -> Any:
+    """The CPU group of the A ranks."""
+    return _attention_group

@@ -1,0 +1,34 @@
+"""Checkpoint loading: each role reads its own tensors and never touches the others' bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from sglang_afd.context import current
+from sglang_afd.upstream.hooks import Hook, Kind
+
+
+def _read_own_tensors(
+    original: Callable[..., Any], hf_weights_files: list[str], *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    import safetensors
+
+    context = current()
+    for file in hf_weights_files:
+        with safetensors.safe_open(file, framework="pt", device="cpu") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                if context.loads_tensor(name):
+                    yield name, tensors.get_tensor(name)
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.model_loader.weight_utils.safetensors_weights_iterator",
+        Kind.AROUND,
+        _read_own_tensors,
+        "A ranks read no expert tensor, F ranks only those of their experts",
+    ),
+)

@@ -1,0 +1,183 @@
+"""A scheduler process becomes a rank: context, agreement, transport, the forward of its role."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_afd.attention.exchange import AttentionExchange
+from sglang_afd.config import AfdConfig
+from sglang_afd.context import RankContext, current, enter
+from sglang_afd.dispatch.make import make_transport
+from sglang_afd.dispatch.transport import Transport
+from sglang_afd.families import family_of
+from sglang_afd.ffn.serve import serve_step
+from sglang_afd.topology import Role
+from sglang_afd.upstream import expert_layers
+from sglang_afd.upstream.groups import make_attention_group
+from sglang_afd.upstream.hooks import Hook, Kind
+
+logger = logging.getLogger(__name__)
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+
+
+def hooks(config: AfdConfig) -> tuple[Hook, ...]:
+    """Hooks of a scheduler process."""
+    transport: Transport
+    exchange: AttentionExchange
+    experts: list[Any] = []
+
+    def learn_rank(_: None, scheduler: Any) -> None:
+        from sglang.srt.runtime_context import get_parallel, get_schedule
+
+        model = scheduler.model_config
+        family = family_of(model.hf_config.architectures[0])
+        facts = family.facts(model.hf_text_config)
+        agreement: dict[str, object] = {
+            **config.agreement(),
+            "model": f"{model.hf_config.architectures[0]} {facts}",
+            "dtype": str(model.dtype),
+            "quantization": str(model.quantization),
+            "chunked_prefill_size": get_schedule().chunked_prefill_size,
+            "sglang_afd": importlib.metadata.version("sglang_afd"),
+        }
+        enter(RankContext(config, get_parallel().tp_rank, family, facts, agreement))
+
+    def connect(scheduler: Any) -> None:
+        nonlocal transport, exchange
+        from sglang.srt.runtime_context import get_parallel
+
+        context = current()
+        verify_agreement(context, get_parallel().tp_group.cpu_group)
+        make_attention_group()
+        transport = make_transport(
+            context, dtype=scheduler.model_config.dtype, device=scheduler.server_args.device
+        )
+        exchange = AttentionExchange(context, transport)
+        expert_layers.connect(exchange)
+
+    def start_serving(scheduler: Any) -> None:
+        current().serving = True
+
+    def forward_of_role(
+        original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if runner.is_draft_worker:
+            return original(runner, *args, **kwargs)
+        if current().role is Role.ATTENTION:
+            with exchange.step():
+                return original(runner, *args, **kwargs)
+        if not experts:
+            experts.extend(runner.model.experts())
+        with current().step() as plan:
+            if plan is not None:
+                serve_step(plan, experts, transport)
+        return _nothing_sampled(runner)
+
+    def sample_nothing(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        if current().role is Role.ATTENTION:
+            return original(runner, *args, **kwargs)
+        return torch.empty(0, dtype=torch.int64, device=runner.device)
+
+    def no_graphs_on_ffn(
+        original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if current().role is Role.ATTENTION:
+            return original(runner, *args, **kwargs)
+        runner.eager_runner = runner.prefill_cuda_graph_runner = None
+        runner.decode_cuda_graph_runner = None
+        runner.graph_memory_usage, runner.graph_time_usage = {}, {}
+        return None
+
+    def no_attention_on_ffn(
+        original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if current().role is Role.ATTENTION:
+            return original(runner, *args, **kwargs)
+        runner.attn_backend = runner.decode_attn_backend = None
+        return None
+
+    return (
+        Hook(
+            f"{_SCHEDULER}.init_model_config",
+            Kind.AFTER,
+            learn_rank,
+            "from here on the process knows its role and its model",
+        ),
+        Hook(
+            f"{_SCHEDULER}.init_model_worker",
+            Kind.BEFORE,
+            connect,
+            "all ranks agree on the configuration and join the transport before weights load",
+        ),
+        Hook(
+            f"{_SCHEDULER}.run_event_loop",
+            Kind.BEFORE,
+            start_serving,
+            "until here forwards were warm-ups without a peer",
+        ),
+        Hook(
+            f"{_RUNNER}.forward",
+            Kind.AROUND,
+            forward_of_role,
+            "a step's forward: A exchanges rows by the plan, F serves them",
+        ),
+        Hook(
+            f"{_RUNNER}.sample",
+            Kind.AROUND,
+            sample_nothing,
+            "F ranks have no logits to sample from",
+        ),
+        Hook(
+            f"{_RUNNER}.init_cuda_graphs",
+            Kind.AROUND,
+            no_graphs_on_ffn,
+            "SGLang's graph runners capture a model forward, which F ranks have not",
+        ),
+        Hook(
+            f"{_RUNNER}.init_attention_backends",
+            Kind.AROUND,
+            no_attention_on_ffn,
+            "F ranks run no attention",
+        ),
+    )
+
+
+def verify_agreement(context: RankContext, group: Any) -> None:
+    """Compare the configuration of all ranks before anything large is allocated.
+
+    Raises:
+        ConfigError: ranks differ; names the ranks and every differing field.
+    """
+    import torch.distributed as dist
+
+    from sglang_afd.config import ConfigError
+
+    everyone: list[dict[str, object]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, context.agreement, group=group)
+    for rank, theirs in enumerate(everyone):
+        differing = [
+            f"{key} is {context.agreement.get(key)} here and {theirs.get(key)} there"
+            for key in sorted({*context.agreement, *theirs})
+            if context.agreement.get(key) != theirs.get(key)
+        ]
+        if differing:
+            raise ConfigError(
+                f"{context.name} and {context.topology.name_of(rank)} are configured differently: "
+                f"{'; '.join(differing)}; start every command with the same flags and model"
+            )
+
+
+def _nothing_sampled(runner: Any) -> Any:
+    """What a forward of an idle rank returns: no rows of logits."""
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.model_executor.model_runner import ModelRunnerOutput
+
+    logits = torch.empty(0, runner.model_config.vocab_size, device=runner.device)
+    return ModelRunnerOutput(LogitsProcessorOutput(next_token_logits=logits), can_run_graph=False)

@@ -1,0 +1,91 @@
+"""Request routing: F ranks never get a request, under any load-balance method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_afd.config import AfdConfig
+from sglang_afd.upstream.hooks import Hook, Kind
+
+_CONTROLLER = "sglang.srt.managers.data_parallel_controller"
+
+
+def hooks(config: AfdConfig) -> tuple[Hook, ...]:
+    """Hooks of the DP controller and of the tokenizer process."""
+    attention = config.attention_ranks
+
+    def deactivate_ffn_ranks(_: None, controller: Any, *args: Any, **kwargs: Any) -> None:
+        for dp_rank in range(attention, len(controller.status)):
+            controller.status[dp_rank] = False
+        controller._refresh_active_workers()
+
+    def balance_over_attention_ranks(
+        original: Callable[..., Any], budget: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        loads = budget.total_requests, budget.total_tokens, budget.num_dp_ranks
+        budget.total_requests = loads[0][:attention]
+        budget.total_tokens = loads[1][:attention]
+        budget.num_dp_ranks = attention
+        try:
+            return original(budget, *args, **kwargs)
+        finally:
+            budget.total_requests += loads[0][attention:]
+            budget.total_tokens += loads[1][attention:]
+            budget.num_dp_ranks = loads[2]
+
+    def follow_room_over_attention_ranks(
+        original: Callable[..., Any], controller: Any, request: Any
+    ) -> Any:
+        workers = controller.workers
+        controller.workers = workers[:attention]
+        try:
+            return original(controller, request)
+        finally:
+            controller.workers = workers
+
+    def keep_ffn_ranks_inactive(_: None, controller: Any, *args: Any, **kwargs: Any) -> None:
+        deactivate_ffn_ranks(None, controller)
+
+    def refuse_ffn_rank(_: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        wanted = getattr(request, "routed_dp_rank", None)
+        ranks = wanted if isinstance(wanted, list) else [wanted]
+        for rank in ranks:
+            if rank is not None and rank >= attention:
+                raise ValueError(
+                    f"DP rank {rank} takes no requests: attention ranks are 0 to {attention - 1}"
+                    + (", the others run experts" if rank < config.topology.dp_size else "")
+                )
+
+    return (
+        Hook(
+            f"{_CONTROLLER}.DataParallelController.launch_dp_attention_schedulers",
+            Kind.AFTER,
+            deactivate_ffn_ranks,
+            "round robin and direct routing go over active workers: F ranks are not",
+        ),
+        Hook(
+            f"{_CONTROLLER}.DataParallelController.update_active_ranks",
+            Kind.AFTER,
+            keep_ffn_ranks_inactive,
+            "a status update must not bring F ranks back",
+        ),
+        Hook(
+            f"{_CONTROLLER}.DPBudget.dispatch",
+            Kind.AROUND,
+            balance_over_attention_ranks,
+            "load balancing by requests or tokens ignores activity: restrict it to A ranks",
+        ),
+        Hook(
+            f"{_CONTROLLER}.DataParallelController.follow_bootstrap_room_scheduler",
+            Kind.AROUND,
+            follow_room_over_attention_ranks,
+            "rooms are spread modulo all workers: restrict them to A ranks",
+        ),
+        Hook(
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+            Kind.BEFORE,
+            refuse_ffn_rank,
+            "a request that names an F rank is the client's mistake: 400, not a lost request",
+        ),
+    )

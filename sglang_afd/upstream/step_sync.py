@@ -1,0 +1,64 @@
+"""The per-step synchronisation: widened by the plan row, read back as the step plan.
+
+SGLang's ``MLPSyncBatchInfo`` is gathered over all ranks on the CPU, once or more a step, before the
+step's forward; the last gather before a forward is the one that counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_afd.context import current
+from sglang_afd.dispatch.step_plan import PLAN_WIDTH, StepKind, StepPlan
+from sglang_afd.upstream.hooks import Hook, Kind
+
+_SYNC = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo"
+
+
+def _append_row(row: torch.Tensor, info: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    context = current()
+    if not info.num_tokens:
+        kind = StepKind.IDLE
+    else:
+        kind = StepKind.EXTEND if info.is_extend_in_batch else StepKind.DECODE
+    # Attention TP shards a DP rank's rows evenly, after padding them to a multiple of its size.
+    rows = -(-info.num_tokens // context.config.attention_tp)
+    return torch.cat([row, row.new_tensor(context.next_row(kind, rows))])
+
+
+def _append_empty_row(row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.cat([row, row.new_zeros(PLAN_WIDTH)])
+
+
+def _read_plan(_: None, info: Any, *args: Any, **kwargs: Any) -> None:
+    context = current()
+    context.plan = StepPlan.from_rows(
+        info.tp0_info_cpu[:, -PLAN_WIDTH:].tolist(),
+        context.topology,
+        context.config.max_tokens_per_rank,
+        context.rank,
+    )
+
+
+HOOKS = (
+    Hook(
+        f"{_SYNC}._get_local_tensor",
+        Kind.AFTER,
+        _append_row,
+        "each rank announces its step id, rows and configuration hash with the sync",
+    ),
+    Hook(
+        f"{_SYNC}._get_fallback_tensor",
+        Kind.AFTER,
+        _append_empty_row,
+        "the row of an inactive rank has the same width",
+    ),
+    Hook(
+        f"{_SYNC}.all_gather",
+        Kind.AFTER,
+        _read_plan,
+        "every rank derives the step plan from the gathered rows, ahead of the forward",
+    ),
+)
