@@ -16,6 +16,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
     from sglang_afd.upstream import (
         arguments,
         expert_layers,
+        holdings,
         loading,
         memory,
         processes,
@@ -33,4 +34,5 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *expert_layers.HOOKS,
         *loading.HOOKS,
         *memory.HOOKS,
+        *holdings.HOOKS,
     )

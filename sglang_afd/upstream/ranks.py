@@ -19,6 +19,7 @@ from sglang_afd.ffn.serve import serve_step
 from sglang_afd.topology import Role
 from sglang_afd.upstream import expert_layers
 from sglang_afd.upstream.groups import make_attention_group
+from sglang_afd.upstream.holdings import measure_buffers
 from sglang_afd.upstream.hooks import Hook, Kind
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,14 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         context = current()
         verify_agreement(context, get_parallel().tp_group.cpu_group)
         make_attention_group()
-        transport = make_transport(
-            context, dtype=scheduler.model_config.dtype, device=scheduler.server_args.device
+        group = get_parallel().tp_group.device_group
+        transport = measure_buffers(
+            lambda: make_transport(
+                context,
+                dtype=scheduler.model_config.dtype,
+                fp8=scheduler.model_config.quantization == "fp8",
+                group=group,
+            )
         )
         exchange = AttentionExchange(context, transport)
         expert_layers.connect(exchange)

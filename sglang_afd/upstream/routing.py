@@ -9,6 +9,7 @@ from sglang_afd.config import AfdConfig
 from sglang_afd.upstream.hooks import Hook, Kind
 
 _CONTROLLER = "sglang.srt.managers.data_parallel_controller"
+_WATCHDOG_PERIOD_MS = 1000
 
 
 def hooks(config: AfdConfig) -> tuple[Hook, ...]:
@@ -47,6 +48,15 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     def keep_ffn_ranks_inactive(_: None, controller: Any, *args: Any, **kwargs: Any) -> None:
         deactivate_ffn_ranks(None, controller)
 
+    def wait_for_messages(controller: Any) -> None:
+        from sglang.srt.managers.io_struct import sock_recv
+
+        socket = controller.recv_from_tokenizer
+        while True:
+            controller.soft_watchdog.feed()
+            if socket.poll(_WATCHDOG_PERIOD_MS):
+                controller._request_dispatcher(sock_recv(socket))
+
     def refuse_ffn_rank(_: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         wanted = getattr(request, "routed_dp_rank", None)
         ranks = wanted if isinstance(wanted, list) else [wanted]
@@ -81,6 +91,12 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             Kind.AROUND,
             follow_room_over_attention_ranks,
             "rooms are spread modulo all workers: restrict them to A ranks",
+        ),
+        Hook(
+            f"{_CONTROLLER}.DataParallelController.event_loop",
+            Kind.REPLACE,
+            wait_for_messages,
+            "the controller spins on its socket, a core's worth that the ranks need on a CPU",
         ),
         Hook(
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",

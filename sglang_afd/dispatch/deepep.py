@@ -1,0 +1,139 @@
+"""The `deepep` transport: DeepEP's low-latency buffers between GPUs.
+
+DeepEP knows one symmetric expert-parallel group, so the exchange is laid over a table of *slots*:
+every rank of the world has ceil(E / F) of them, those of the A ranks stay empty, and expert e lies
+in slot ``A * ceil(E / F) + e`` (A and F world ranks here).  Every rank calls dispatch and combine
+in every round, also without rows; negative ids are skipped.  Combine applies the router's weights
+on the A side.  Limits: see `sglang_afd.gate`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_afd.dispatch.transport import Buffers, MaskedBatch, RoutedRows
+from sglang_afd.topology import Topology
+
+_FP8_BLOCK = 128  # elements of a row that share one scale
+
+
+class _Round(NamedTuple):
+    """One round between dispatch and combine: what the second call must be given again."""
+
+    slots: torch.Tensor  # [n, K] int64
+    weights: torch.Tensor  # [n, K] float32
+    handle: Any  # DeepEP's own
+
+
+class DeepEpTransport:
+    """One rank's end of the DeepEP exchange."""
+
+    def __init__(
+        self,
+        *,
+        topology: Topology,
+        rank: int,
+        num_experts: int,
+        hidden_size: int,
+        top_k: int,
+        cap: int,
+        fp8: bool,
+        group: Any,
+    ) -> None:
+        """Allocate the buffer: a collective call of all world ranks.
+
+        Args:
+            cap: T, rows a rank sends in one round.
+            fp8: send rows as FP8 with a scale every 128 elements (the experts are FP8), else BF16.
+            group: the world's device process group.
+        """
+        from deep_ep import Buffer
+
+        self._cap, self._top_k, self._hidden_size = cap, top_k, hidden_size
+        self._num_experts, self._fp8 = num_experts, fp8
+        per_rank = topology.experts_per_rank(num_experts)
+        self._slots = per_rank * topology.world_size
+        self._first_slot = per_rank * topology.ffn_world.start
+        depth = max(int(os.environ.get("NVSHMEM_QP_DEPTH", "1024")), 2 * (cap + 1))
+        os.environ["NVSHMEM_QP_DEPTH"] = str(depth)
+        self._buffer = Buffer(
+            group,
+            0,
+            Buffer.get_low_latency_rdma_size_hint(
+                cap, hidden_size, topology.world_size, self._slots
+            ),
+            low_latency_mode=True,
+            num_qps_per_rank=per_rank,
+        )
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._no_rows = RoutedRows(
+            torch.empty(0, hidden_size, dtype=torch.bfloat16, device=device),
+            torch.empty(0, top_k, dtype=torch.int64, device=device),
+            torch.empty(0, top_k, dtype=torch.float32, device=device),
+        )
+        # Combine wants expert outputs of this shape on A ranks too; their slots hold none.
+        self._no_output = (
+            torch.zeros(
+                per_rank, topology.world_size * cap, hidden_size, dtype=torch.bfloat16, device=device
+            )
+            if rank in topology.attention_world
+            else None
+        )
+
+    def dispatch(self, rows: RoutedRows) -> _Round:
+        """See `Transport.dispatch`."""
+        ids = rows.expert_ids.to(torch.int64)
+        slots = torch.where(ids >= 0, ids + self._first_slot, -1)
+        return self._exchange(rows.hidden.contiguous(), slots, rows.weights.float())[-1]
+
+    def combine(self, handle: _Round) -> torch.Tensor:
+        """See `Transport.combine`."""
+        return self._return(self._no_output, handle)
+
+    def receive(self, counts: Sequence[int]) -> tuple[MaskedBatch, _Round]:
+        """See `Transport.receive`."""
+        received, per_slot, handle = self._exchange(*self._no_rows)
+        hidden, scales = received if self._fp8 else (received, None)
+        expected = -(-sum(counts) * self._top_k // self._num_experts)
+        return MaskedBatch(hidden, scales, per_slot, max(1, expected)), handle
+
+    def reply(self, output: torch.Tensor, handle: _Round) -> None:
+        """See `Transport.reply`."""
+        self._return(output, handle)
+
+    def _exchange(
+        self, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[Any, torch.Tensor, _Round]:
+        received, per_slot, handle, _, _ = self._buffer.low_latency_dispatch(
+            hidden, slots, self._cap, self._slots, use_fp8=self._fp8
+        )
+        return received, per_slot, _Round(slots, weights, handle)
+
+    def _return(self, output: torch.Tensor | None, round_: _Round) -> torch.Tensor:
+        combined, _, _ = self._buffer.low_latency_combine(
+            output, round_.slots, round_.weights, round_.handle
+        )
+        return combined
+
+
+def deepep_buffers(
+    *, topology: Topology, num_experts: int, hidden_size: int, cap: int, fp8: bool
+) -> Buffers:
+    """Bytes per lane on a rank of each role.
+
+    DeepEP's buffer holds two rounds, each with a send and a receive part of one BF16 row and its
+    scales for every (slot, row) pair: 2 * 2 * slots * T * (2 H + 4 H / 128) bytes.  A round's
+    received rows come on top, and on A ranks the empty output that combine is given.
+    """
+    per_rank = topology.experts_per_rank(num_experts)
+    row = 2 * hidden_size + 4 * hidden_size // _FP8_BLOCK
+    shared = 4 * per_rank * topology.world_size * cap * row
+    places = per_rank * topology.world_size * cap
+    wire = hidden_size + 4 * hidden_size // _FP8_BLOCK if fp8 else 2 * hidden_size
+    received = places * wire
+    output = places * 2 * hidden_size
+    return Buffers(attention=shared + received + output, ffn=shared + received + output)

@@ -1,0 +1,1 @@
+"""What a deployment shows of itself: what every rank holds."""

@@ -1,0 +1,71 @@
+"""What each rank holds: weights, experts, KV cache, transport buffers; measured, beside the estimate.
+
+Sizes are bytes of one rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+
+class Holdings(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's memory after its start."""
+
+    rank: str
+    role: str
+    experts: int
+    """Routed experts per MoE layer on this rank."""
+    parameters: int
+    """Elements of all weights."""
+    weight_bytes: int
+    load_peak_bytes: int
+    """Largest amount that loading the weights held at once, the weights included."""
+    kv_tokens: int
+    kv_bytes: int
+    buffer_bytes: int
+    """What the transport allocated."""
+    buffer_estimate_bytes: int
+    """What the transport was expected to allocate, the received rows of a round included."""
+
+
+def table(holdings: Sequence[Holdings]) -> str:
+    """A plain-text table, one line a rank."""
+    titles = ("rank", "experts/layer", "parameters", "weights", "load peak", "KV tokens", "KV")
+    rows = [
+        (
+            h.rank,
+            str(h.experts),
+            f"{h.parameters:,}",
+            size(h.weight_bytes),
+            size(h.load_peak_bytes),
+            f"{h.kv_tokens:,}",
+            size(h.kv_bytes),
+            f"{size(h.buffer_bytes)} ({size(h.buffer_estimate_bytes)})",
+        )
+        for h in holdings
+    ]
+    rows.insert(0, (*titles, "buffers (estimate)"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def size(count: int) -> str:
+    """A byte count for people, in binary units."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

@@ -1,0 +1,139 @@
+"""Measures what this rank holds, at the points of the start where it can be measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from sglang_afd.context import current
+from sglang_afd.dispatch.make import buffer_bytes
+from sglang_afd.observe.holdings import Holdings, table
+from sglang_afd.topology import Role
+from sglang_afd.upstream.hooks import Hook, Kind
+
+logger = logging.getLogger(__name__)
+
+_measured: dict[str, int] = {}
+_holdings: list[Holdings] = []
+
+
+def measure_buffers(make: Callable[[], Any]) -> Any:
+    """Make the transport and note how much device memory it took."""
+    if not torch.cuda.is_available():
+        transport = make()
+        _measured["buffers"] = 0  # gloo's tensors live for the length of a round
+        return transport
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    transport = make()
+    torch.cuda.synchronize()
+    _measured["buffers"] = before - torch.cuda.mem_get_info()[0]
+    return transport
+
+
+def _measure_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    if runner.is_draft_worker:
+        return original(runner, *args, **kwargs)
+    peak = _CudaPeak() if torch.cuda.is_available() else _HostPeak()
+    result = original(runner, *args, **kwargs)
+    _measured["load_peak"] = peak.bytes()
+    return result
+
+
+class _CudaPeak:
+    """Peak of the device allocator since it was made."""
+
+    def __init__(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self._before = torch.cuda.memory_allocated()
+
+    def bytes(self) -> int:
+        return torch.cuda.max_memory_allocated() - self._before
+
+
+class _HostPeak:
+    """Peak resident memory of this process since it was made (Linux)."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        self._before = _status_bytes("VmRSS")
+
+    def bytes(self) -> int:
+        return max(0, _status_bytes("VmHWM") - self._before)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """All ranks learn all ranks' holdings; rank 0 logs them."""
+    import torch.distributed as dist
+
+    context = current()
+    runner = scheduler.tp_worker.model_runner
+    weights = [*runner.model.parameters(), *runner.model.buffers()]
+    estimate = buffer_bytes(
+        context.config,
+        context.facts,
+        dtype=scheduler.model_config.dtype,
+        fp8=scheduler.model_config.quantization == "fp8",
+    )
+    attention = context.role is Role.ATTENTION
+    mine = Holdings(
+        rank=context.name,
+        role=context.role.value,
+        experts=0 if attention else context.topology.experts_per_rank(context.facts.num_experts),
+        parameters=sum(weight.numel() for weight in weights),
+        weight_bytes=sum(weight.nbytes for weight in weights),
+        load_peak_bytes=_measured["load_peak"],
+        kv_tokens=int(runner.max_total_num_tokens) if attention else 0,
+        kv_bytes=int(sum(runner.token_to_kv_pool.get_kv_size_bytes())),
+        buffer_bytes=_measured["buffers"],
+        buffer_estimate_bytes=estimate.attention if attention else estimate.ffn,
+    )
+    everyone: list[Any] = [None] * context.topology.world_size
+    dist.all_gather_object(everyone, mine, group=scheduler.tp_cpu_group)
+    _holdings[:] = everyone
+    if context.rank == 0:
+        logger.info("What the ranks hold:\n%s", table(_holdings))
+
+
+def _show_in_server_info(result: Any, *args: Any, **kwargs: Any) -> Any:
+    context = current()
+    result.internal_state["afd"] = {
+        "config": msgspec.to_builtins(context.config),
+        "rank": context.name,
+        "ranks": msgspec.to_builtins(_holdings),
+    }
+    return result
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        Kind.AROUND,
+        _measure_load,
+        "the peak of loading is measured, so that a role that holds too much is seen",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.__init__",
+        Kind.AFTER,
+        _exchange_holdings,
+        "a deployment prints which rank holds what",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        Kind.AFTER,
+        _show_in_server_info,
+        "/server_info names the deployment and what its ranks hold",
+    ),
+)

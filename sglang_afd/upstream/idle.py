@@ -1,0 +1,101 @@
+"""An idle server sleeps: the rank that paces the others waits on its sockets.
+
+SGLang's scheduler spins while it has nothing to run.  In a world of several ranks every iteration
+starts with a broadcast from rank 0 and ends in a gather over all ranks, so rank 0 paces the rest,
+which block in gloo (a blocking wait, no spin) until it comes round.  It is therefore enough, and
+safe, that rank 0 alone sleeps: it wakes at once for a message of its own, and a request that waits
+at another rank is seen when rank 0's wait ends, `LONGEST_WAIT_MS` at most.
+
+The wait grows with the time that the world has been idle, and is zero in the first milliseconds
+after a step, so that a busy server never waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from sglang_afd.upstream.hooks import Hook, Kind
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+LONGEST_WAIT_MS = 40
+"""The most that a request at another rank can be delayed."""
+
+_IDLE_MS_PER_WAIT_MS = 8
+"""The wait is this fraction of the idle time: a burst's gaps are delayed by an eighth at most."""
+
+
+class IdlePacer:
+    """Stands in for SGLang's ``IdleSleeper`` on the rank that paces the others.
+
+    Args:
+        sockets: what wakes this rank.
+        steps: how many steps this rank has run so far; a change means that the world had work.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        sockets: list[zmq.Socket],
+        steps: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._poller = zmq.Poller()
+        for socket in sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        self._steps = steps
+        self._clock = clock
+        self._seen_steps = steps()
+        self._idle_since = clock()
+
+    def wait_ms(self) -> int:
+        """How long to wait now: 0 just after a step, growing to `LONGEST_WAIT_MS`."""
+        steps, now = self._steps(), self._clock()
+        if steps != self._seen_steps:
+            self._seen_steps, self._idle_since = steps, now
+        idle_ms = (now - self._idle_since) * 1000
+        return min(LONGEST_WAIT_MS, int(idle_ms / _IDLE_MS_PER_WAIT_MS))
+
+    def maybe_sleep(self) -> None:
+        """Wait for a message, `wait_ms` at most; a message means that more may follow."""
+        wait = self.wait_ms()
+        if wait and self._poller.poll(wait):
+            self._idle_since = self._clock()
+
+
+def _pace(_: None, scheduler: Any) -> None:
+    """Give rank 0 the pacer; the other ranks must not sleep on their own, or waits add up."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    if parallel.pp_rank or parallel.tp_rank:
+        scheduler.idle_sleeper = None
+        return
+    channels = scheduler.ipc_channels
+    sockets = [channels.recv_from_tokenizer, channels.recv_from_rpc]
+    if all(isinstance(socket, zmq.Socket) for socket in sockets):
+        scheduler.idle_sleeper = IdlePacer(sockets, lambda: scheduler.forward_ct)
+
+
+def _sleep_while_paused(_: None, scheduler: Any) -> None:
+    scheduler.maybe_sleep_on_idle()
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        f"{_SCHEDULER}.init_idle_sleeper",
+        Kind.AFTER,
+        _pace,
+        "an idle scheduler spins; --sleep-on-idle waits a second at every rank in turn",
+    ),
+    Hook(
+        f"{_SCHEDULER}._record_scheduler_state_for_paused_engine",
+        Kind.AFTER,
+        _sleep_while_paused,
+        "a paused engine spins too, and never reaches the idle sleeper",
+    ),
+)
