@@ -131,7 +131,7 @@ def parse(argv: Sequence[str], *, transport: str) -> Command:
     )
     _refuse_owned(rest)
     _check_commands(config, rest)
-    return Command(config, [*rest, *_sglang_flags(config)])
+    return Command(config, [*rest, *_sglang_flags(config, rest)])
 
 
 def has_flag(args: Sequence[str], flag: str) -> bool:
@@ -174,9 +174,9 @@ def _check_commands(config: AfdConfig, args: Sequence[str]) -> None:
         )
 
 
-def _sglang_flags(config: AfdConfig) -> list[str]:
+def _sglang_flags(config: AfdConfig, args: Sequence[str]) -> list[str]:
     """The SGLang flags that make one world of both roles."""
-    return [
+    flags = [
         *("--tp-size", str(config.topology.world_size)),
         *("--attn-dp-size", str(config.topology.dp_size)),
         *("--moe-a2a-backend", "deepep"),  # models then take their expert-parallel path
@@ -186,3 +186,6 @@ def _sglang_flags(config: AfdConfig) -> list[str]:
         *("--cuda-graph-backend-decode", "disabled"),
         *("--cuda-graph-backend-prefill", "disabled"),
     ]
+    if config.transport == "deepep" and not has_flag(args, "--moe-runner-backend"):
+        flags += ["--moe-runner-backend", "deep_gemm"]  # has masked grouped GEMMs, BF16 and FP8
+    return flags

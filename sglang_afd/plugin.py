@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def cpu_platform() -> str | None:
-    """Entry point of ``sglang.srt.platforms``: the CPU reference platform, where it is asked for."""
+    """Entry point of ``sglang.srt.platforms``: the CPU reference platform, if asked for."""
     if os.environ.get(CPU_ENV) == "1":
         return "sglang_afd.platform.cpu.CpuReferencePlatform"
     return None

@@ -40,7 +40,7 @@ def prepare(argv: Sequence[str], *, program: str) -> Command:
     if on_cpu:
         from sglang_afd.platform.defaults import cpu_environment, cpu_server_args
 
-        ranks = len(command.config.local_ranks()) if command.config else _plain_ranks(args)
+        ranks = command.config.topology.world_size if command.config else _plain_ranks(args)
         for name, value in cpu_environment(ranks).items():
             os.environ.setdefault(name, value)
         os.environ[CPU_ENV] = "1"
@@ -48,13 +48,6 @@ def prepare(argv: Sequence[str], *, program: str) -> Command:
     if command.config is not None:
         os.environ[ENV] = command.config.to_json()
     return Command(command.config, args)
-
-
-def install_plugins() -> None:
-    """Install the hooks in this process; exits with one message if one does not take."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
 
 
 def fail(program: str, message: str) -> NoReturn:
@@ -94,10 +87,9 @@ def _print_help(program: str) -> NoReturn:
         "its meaning; the flags of the first group are added.",
     )
     add_flags(parser)
-    if not os.environ.get(CPU_ENV):
-        os.environ[CPU_ENV] = "1"  # help must not depend on an accelerator
-    from sglang.srt.server_args import ServerArgs
+    from sglang_afd.upstream.server import add_sglang_flags
 
-    ServerArgs.add_cli_args(parser)
+    os.environ[CPU_ENV] = "1"  # help must not depend on an accelerator
+    add_sglang_flags(parser)
     parser.print_help()
     raise SystemExit(0)

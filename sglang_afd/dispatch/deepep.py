@@ -76,13 +76,10 @@ class DeepEpTransport:
             torch.empty(0, top_k, dtype=torch.float32, device=device),
         )
         # Combine wants expert outputs of this shape on A ranks too; their slots hold none.
-        self._no_output = (
-            torch.zeros(
-                per_rank, topology.world_size * cap, hidden_size, dtype=torch.bfloat16, device=device
-            )
-            if rank in topology.attention_world
-            else None
-        )
+        self._no_output = None
+        if rank in topology.attention_world:
+            shape = (per_rank, topology.world_size * cap, hidden_size)
+            self._no_output = torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
     def dispatch(self, rows: RoutedRows) -> _Round:
         """See `Transport.dispatch`."""

@@ -12,9 +12,7 @@ from sglang_afd.dispatch.transport import Buffers, Transport
 from sglang_afd.families import MoeFacts
 
 
-def make_transport(
-    context: RankContext, *, dtype: torch.dtype, fp8: bool, group: Any
-) -> Transport:
+def make_transport(context: RankContext, *, dtype: torch.dtype, fp8: bool, group: Any) -> Transport:
     """Join the exchange of `context`'s world: a collective call of all ranks.
 
     Args:

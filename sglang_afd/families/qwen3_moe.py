@@ -14,7 +14,7 @@ _PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def facts(hf_config: Any) -> MoeFacts:
-    """Facts of a ``Qwen3MoeConfig``; dense layers are those in `mlp_only_layers` or off the step."""
+    """Facts of a ``Qwen3MoeConfig``: layers in `mlp_only_layers` or off the step are dense."""
     layers = tuple(
         layer
         for layer in range(hf_config.num_hidden_layers)

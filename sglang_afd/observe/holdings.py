@@ -1,6 +1,6 @@
-"""What each rank holds: weights, experts, KV cache, transport buffers; measured, beside the estimate.
+"""What each rank holds: weights, experts, KV cache, transport buffers.
 
-Sizes are bytes of one rank.
+Sizes are bytes of one rank, measured; the buffers' estimate stands beside them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from sglang_afd.upstream.hooks import Hook, Kind
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
-LONGEST_WAIT_MS = 40
+LONGEST_WAIT_MS = 45
 """The most that a request at another rank can be delayed."""
 
 _IDLE_MS_PER_WAIT_MS = 8

@@ -99,4 +99,3 @@ HOOKS = (
         "F ranks allocate no KV buffers",
     ),
 )
-

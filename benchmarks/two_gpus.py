@@ -1,0 +1,184 @@
+"""One attention GPU and one FFN GPU over deepep: right answers, memory per role, and a real load.
+
+    python -m benchmarks.two_gpus --out benchmarks/results/DATE_two_gpus [--parts bf16 fp8 load]
+
+Parts: `bf16` and `fp8` compare AFD with SGLang on one GPU on a seeded checkpoint (hidden size 2048)
+whose experts matter; `load` serves Qwen3-30B-A3B's published shape with dummy weights under
+``sglang.bench_serving`` (dummy weights show that it serves and how much it holds, not its answers).
+Each part writes its own JSON file, so one that fails leaves the others' records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.agreement import compare, continue_greedily, random_prompts, record
+from benchmarks.fp8 import quantise_checkpoint
+from benchmarks.servers import Server, serve
+from tests.support.checkpoints import seeded_qwen3_moe
+
+SEED = 20261130
+LENGTHS = (3, 9, 17, 33, 64, 130, 200, 300, 470, 600, 777, 900)
+TOKENS = 64
+AFD = ["--afd-attention-ranks", "1", "--afd-ffn-ranks", "1", "--afd-transport", "deepep"]
+COMMON = [
+    *("--attention-backend", "fa3", "--sampling-backend", "pytorch"),
+    *("--skip-server-warmup", "--random-seed", "1"),
+]
+SHAPE = {
+    "layers": 6,
+    "hidden": 2048,
+    "heads": 16,
+    "kv_heads": 4,
+    "head_dim": 128,
+    "experts": 32,
+    "top_k": 4,
+    "moe_intermediate": 768,
+    "vocab": 4096,
+}
+
+
+def main() -> None:
+    """Run the parts that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/two_gpus"))
+    parser.add_argument("--parts", nargs="+", default=["bf16", "fp8", "load"])
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.work.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
+    parts: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "bf16": lambda work: agreement(work, args.out, fp8=False),
+        "fp8": lambda work: agreement(work, args.out, fp8=True),
+        "load": lambda work: load(work, args.out),
+    }
+    failed = False
+    for name in args.parts:
+        began = time.monotonic()
+        try:
+            result = parts[name](args.work)
+        except Exception as error:
+            failed = True
+            traceback.print_exc()
+            result = {"failed": f"{type(error).__name__}: {error}"}
+        result["seconds"] = time.monotonic() - began
+        text = json.dumps({"identity": identity(), "part": name, **result}, indent=1)
+        (args.out / f"{name}.json").write_text(text + "\n")
+        print(f"part {name}: {result['seconds']:.0f} s\n{text[:1500]}", flush=True)
+    raise SystemExit(failed)
+
+
+def identity() -> dict[str, Any]:
+    """Versions, devices and seed that a record belongs to."""
+    packages = ("torch", "sglang", "sglang-kernel", "sgl-deep-ep", "sgl-deep-gemm", "transformers")
+    devices = torch.cuda.device_count()
+    return {
+        "seed": SEED,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(devices)],
+        "gpu_uuids": [str(torch.cuda.get_device_properties(i).uuid) for i in range(devices)],
+        "python": sys.version.split()[0],
+        **{name: _version(name) for name in packages},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def agreement(work: Path, out: Path, *, fp8: bool) -> dict[str, Any]:
+    """Greedy tokens and teacher-forced ranks: AFD at 1A1F against SGLang on one GPU."""
+    name = "fp8" if fp8 else "bf16"
+    model = work / "seeded-bf16"
+    if not (model / "model.safetensors").exists():
+        seeded_qwen3_moe(model, seed=SEED, dtype=torch.bfloat16, **SHAPE)
+    if fp8:
+        model = quantise_checkpoint(model, work / "seeded-fp8")
+    prompts = random_prompts(LENGTHS, vocab=SHAPE["vocab"], seed=SEED)
+    args = ["--model-path", str(model), "--mem-fraction-static", "0.5", *COMMON]
+    plain = [*args, "--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"]
+    with serve(
+        f"{name}-one-gpu", plain, port=31000, logs=out, module="sglang.launch_server"
+    ) as server:
+        reference = continue_greedily(server, prompts, tokens=TOKENS)
+        itself = compare(server, reference, tokens=TOKENS)
+    (out / f"{name}-reference.json").write_text(json.dumps(record(reference)) + "\n")
+    with serve(f"{name}-afd", [*args, *AFD], port=32000, logs=out) as server:
+        result = compare(server, reference, tokens=TOKENS)
+        holdings = server.call("/server_info")["internal_states"][0]["afd"]
+    return {
+        "shape": SHAPE,
+        "afd_against_one_gpu": result,
+        "one_gpu_against_itself": itself,
+        "start_seconds": server.start_seconds,
+        "afd": holdings,
+    }
+
+
+def load(work: Path, out: Path) -> dict[str, Any]:
+    """256 concurrent requests on Qwen3-30B-A3B's shape with dummy weights."""
+    model = work / "qwen3-30b-a3b"
+    model.mkdir(exist_ok=True)
+    published = Path(__file__).parent / "models" / "qwen3-30b-a3b" / "config.json"
+    (model / "config.json").write_text(published.read_text())
+    _write_tokenizer(model, json.loads(published.read_text())["vocab_size"])
+    args = [
+        *("--model-path", str(model), "--load-format", "dummy", *COMMON, *AFD),
+        *("--afd-max-tokens-per-rank", "256", "--max-running-requests", "256"),
+        *("--mem-fraction-static", "0.8", "--context-length", "8192"),
+    ]
+    with serve("load-afd", args, port=33000, logs=out, timeout=280) as server:
+        holdings = server.call("/server_info")["internal_states"][0]["afd"]
+        bench = _bench(server, model, out)
+    return {"start_seconds": server.start_seconds, "afd": holdings, "bench_serving": bench}
+
+
+def _write_tokenizer(model: Path, vocab: int) -> None:
+    """A tokenizer whose words are the token ids: bench_serving needs one of the model's size."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(vocab)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w0", eos_token="w1", pad_token="w2"
+    ).save_pretrained(model)
+
+
+def _bench(server: Server, model: Path, out: Path) -> dict[str, Any]:
+    file = out / "bench_serving.jsonl"
+    command = [
+        *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"),
+        *("--host", "127.0.0.1", "--port", str(server.port), "--dataset-name", "random-ids"),
+        *("--random-input-len", "512", "--random-output-len", "64", "--random-range-ratio", "1"),
+        *("--num-prompts", "512", "--max-concurrency", "256", "--tokenize-prompt"),
+        *("--seed", str(SEED % 2**31), "--tokenizer", str(model), "--output-file", str(file)),
+    ]
+    with (out / "bench_serving.log").open("w") as log:
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=240)
+    if done.returncode:
+        raise RuntimeError(f"bench_serving ended with {done.returncode}; see bench_serving.log")
+    result = json.loads(file.read_text().splitlines()[-1])
+    keep = ("completed", "total_output_tokens", "duration", "max_concurrency", "concurrency",
+            "output_throughput", "mean_ttft_ms", "median_tpot_ms", "p99_tpot_ms")  # fmt: skip
+    return {"command": command[1:], **{key: result.get(key) for key in keep}}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""SGLang's own entry points, as the commands of this package call them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+
+def install_plugins() -> None:
+    """Load SGLang's plugins, ours among them; exits with one message if a hook does not take."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+def run(args: Sequence[str]) -> None:
+    """Run SGLang's server with `args`; returns when it ends, with no process left behind."""
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args(list(args)))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def add_sglang_flags(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of SGLang's server to `parser`."""
+    from sglang.srt.server_args import ServerArgs
+
+    ServerArgs.add_cli_args(parser)
