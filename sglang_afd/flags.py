@@ -6,28 +6,25 @@ import argparse
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sglang_afd.command_line import last_value, values
 from sglang_afd.config import TRANSPORTS, AfdConfig, ConfigError
 from sglang_afd.topology import Role
 
-_OWNED = {
-    "--tp-size": "the world is (--afd-attention-ranks + --afd-ffn-ranks) x --afd-attention-tp",
-    "--dp-size": "DP ranks are --afd-attention-ranks + --afd-ffn-ranks",
-    "--attn-dp-size": "DP ranks are --afd-attention-ranks + --afd-ffn-ranks",
-    "--enable-dp-attention": "AFD always runs attention data-parallel",
-    "--ep-size": "experts lie on the FFN ranks",
-    "--moe-a2a-backend": "--afd-transport says how rows travel",
-    "--deepep-mode": "--afd-transport says how rows travel",
-    "--moe-dense-tp-size": "dense layers run on each attention rank",
-    "--enable-dp-lm-head": "AFD always runs the lm_head data-parallel",
-}
-_SHORT = {
-    "--tp": "--tp-size",
-    "--tensor-parallel-size": "--tp-size",
-    "--dp": "--dp-size",
-    "--data-parallel-size": "--dp-size",
-    "--ep": "--ep-size",
-    "--expert-parallel-size": "--ep-size",
-}
+_DP_RANKS = "DP ranks are --afd-attention-ranks + --afd-ffn-ranks"
+_WORLD = "the world is (--afd-attention-ranks + --afd-ffn-ranks) x --afd-attention-tp"
+_ROWS = "--afd-transport says how rows travel"
+OWNED: tuple[tuple[tuple[str, ...], str], ...] = (
+    # spellings of a flag of SGLang that only the --afd-* flags may set, and why
+    (("--tp-size", "--tensor-parallel-size"), _WORLD),
+    (("--dp-size", "--data-parallel-size"), _DP_RANKS),
+    (("--attn-dp-size", "--attention-data-parallel-size"), _DP_RANKS),
+    (("--enable-dp-attention",), "AFD always runs attention data-parallel"),
+    (("--ep-size", "--expert-parallel-size", "--ep"), "experts lie on the FFN ranks"),
+    (("--moe-a2a-backend",), _ROWS),
+    (("--deepep-mode",), _ROWS),
+    (("--moe-dense-tp-size",), "dense layers run on each attention rank"),
+    (("--enable-dp-lm-head",), "AFD always runs the lm_head data-parallel"),
+)
 
 
 class Command(NamedTuple):
@@ -104,9 +101,12 @@ def parse(argv: Sequence[str], *, transport: str) -> Command:
     Raises:
         ConfigError: the ``--afd-*`` flags, or they with SGLang's, cannot be right.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_flags(parser)
-    known, rest = parser.parse_known_args(list(argv))
+    try:
+        known, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}; see --help for the --afd-* flags") from error
     unknown = [arg for arg in rest if arg.startswith("--afd-")]
     if unknown:
         raise ConfigError(f"unknown flag {unknown[0]}; see --help for the --afd-* flags")
@@ -134,32 +134,17 @@ def parse(argv: Sequence[str], *, transport: str) -> Command:
     return Command(config, [*rest, *_sglang_flags(config, rest)])
 
 
-def has_flag(args: Sequence[str], flag: str) -> bool:
-    """Whether SGLang's `args` give `flag`, as ``--flag value`` or ``--flag=value``."""
-    return any(arg == flag or arg.startswith(flag + "=") for arg in args)
-
-
-def flag_value(args: Sequence[str], flag: str) -> str | None:
-    """The value that SGLang's `args` give `flag`, or None."""
-    value = None
-    for index, arg in enumerate(args):
-        if arg.startswith(flag + "="):
-            value = arg[len(flag) + 1 :]
-        elif arg == flag and index + 1 < len(args):
-            value = args[index + 1]
-    return value
-
-
 def _refuse_owned(args: Sequence[str]) -> None:
-    for arg in args:
-        flag = arg.split("=", 1)[0]
-        flag = _SHORT.get(flag, flag)
-        if flag in _OWNED:
-            raise ConfigError(f"{flag} is set by the --afd-* flags ({_OWNED[flag]}); leave it out")
+    for spellings, reason in OWNED:
+        if values(args, *spellings):
+            raise ConfigError(
+                f"{spellings[0]} is set by the --afd-* flags ({reason}); leave it out"
+            )
 
 
 def _check_commands(config: AfdConfig, args: Sequence[str]) -> None:
-    nnodes, node_rank = flag_value(args, "--nnodes"), flag_value(args, "--node-rank")
+    nnodes, node_rank = last_value(args, "--nnodes"), last_value(args, "--node-rank")
+    address = last_value(args, "--dist-init-addr", "--nccl-init-addr")
     if config.command_role is None:
         if nnodes not in (None, "1"):
             raise ConfigError(
@@ -167,7 +152,7 @@ def _check_commands(config: AfdConfig, args: Sequence[str]) -> None:
             )
         return
     want = "0" if config.command_role is Role.ATTENTION else "1"
-    if nnodes != "2" or (node_rank or "0") != want or not has_flag(args, "--dist-init-addr"):
+    if nnodes != "2" or (node_rank or "0") != want or address is None:
         raise ConfigError(
             f"--afd-role {config.command_role.value} needs --nnodes 2 --node-rank {want} "
             f"--dist-init-addr HOST:PORT (the attention command's address)"
@@ -186,6 +171,6 @@ def _sglang_flags(config: AfdConfig, args: Sequence[str]) -> list[str]:
         *("--cuda-graph-backend-decode", "disabled"),
         *("--cuda-graph-backend-prefill", "disabled"),
     ]
-    if config.transport == "deepep" and not has_flag(args, "--moe-runner-backend"):
+    if config.transport == "deepep" and not values(args, "--moe-runner-backend"):
         flags += ["--moe-runner-backend", "deep_gemm"]  # has masked grouped GEMMs, BF16 and FP8
     return flags

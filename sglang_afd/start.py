@@ -6,37 +6,45 @@ SGLang is imported, because SGLang reads its platform from the environment at im
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from sglang_afd import embedded
+from sglang_afd.checkpoint import read_checkpoint
+from sglang_afd.command_line import expand_config_file, int_value, last_value, values
 from sglang_afd.config import ENV, ConfigError
-from sglang_afd.flags import Command, add_flags, flag_value, has_flag, parse
+from sglang_afd.facts import Facts
+from sglang_afd.flags import Command, add_flags, parse
+from sglang_afd.gate import findings
+from sglang_afd.machine import this_machine
 from sglang_afd.plugin import CPU_ENV
 from sglang_afd.topology import TopologyError
 
 _MODEL_FLAGS = ("--model-path", "--model")
 
 
+class _Request(NamedTuple):
+    """A command line as read: what to start, and the facts for the gates (None: no AFD)."""
+
+    command: Command
+    facts: Facts | None
+    on_cpu: bool
+
+
 def prepare(argv: Sequence[str], *, program: str) -> Command:
     """Parse `argv`, add what this machine and AFD need, and export the deployment.
 
-    Exits with a message and status 2 if the command line cannot be right, with 0 after ``--help``.
+    Exits with a message and status 2 if the command line cannot be right or a gate refuses it,
+    with 0 after ``--help``.
     """
-    if any(arg in ("-h", "--help") for arg in argv):
-        _print_help(program)
-    on_cpu = _runs_on_cpu(argv)
-    try:
-        command = parse(argv, transport="gloo" if on_cpu or not _has_deep_ep() else "deepep")
-    except (ConfigError, TopologyError) as error:
-        fail(program, str(error))
+    command, facts, on_cpu = _read(argv, program)
     args = list(command.sglang_args)
-    if not any(has_flag(args, flag) for flag in _MODEL_FLAGS):
-        print(f"{program}: no --model-path given, serving {embedded.DESCRIPTION}", flush=True)
-        args += ["--model-path", str(embedded.path())]
+    if facts is not None:
+        refused = [finding for finding in findings(facts) if not finding.passed]
+        if refused:
+            fail(program, "\n  ".join(f"{f.gate}: {f.message}; {f.mend}" for f in refused))
     if on_cpu:
         from sglang_afd.platform.defaults import cpu_environment, cpu_server_args
 
@@ -50,32 +58,55 @@ def prepare(argv: Sequence[str], *, program: str) -> Command:
     return Command(command.config, args)
 
 
+def read_facts(argv: Sequence[str], *, program: str) -> Facts | None:
+    """What the gates look at for `argv`; None without ``--afd-*`` flags.
+
+    Exits with a message and status 2 if the command line cannot be right, with 0 after ``--help``.
+    """
+    return _read(argv, program).facts
+
+
 def fail(program: str, message: str) -> NoReturn:
     """End the command: one readable error, status 2."""
     print(f"{program}: error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
-def _runs_on_cpu(argv: Sequence[str]) -> bool:
-    """Whether the server's ranks run on the CPU: asked for, or there is no accelerator."""
-    device = flag_value(argv, "--device")
-    if device is not None:
-        return device == "cpu"
-    import torch
-
-    return not torch.cuda.is_available()
-
-
-def _has_deep_ep() -> bool:
-    return importlib.util.find_spec("deep_ep") is not None
+def _read(argv: Sequence[str], program: str) -> _Request:
+    if any(arg in ("-h", "--help") for arg in argv):
+        _print_help(program)
+    machine = this_machine()
+    try:
+        expanded = expand_config_file(argv)
+        device = last_value(expanded, "--device")
+        on_cpu = device == "cpu" if device is not None else not machine.has_accelerator
+        has_deepep = not on_cpu and "deep_ep" in machine.packages
+        command = parse(expanded, transport="deepep" if has_deepep else "gloo")
+    except (ConfigError, TopologyError) as error:
+        fail(program, str(error))
+    args = command.sglang_args if command.config is not None else list(argv)
+    if not values(expanded, *_MODEL_FLAGS):
+        print(f"{program}: no --model-path given, serving {embedded.DESCRIPTION}", flush=True)
+        args = [*args, "--model-path", str(embedded.path())]
+    facts = None
+    if command.config is not None:
+        facts = Facts(
+            config=command.config,
+            args=tuple(args),
+            checkpoint=read_checkpoint(args),
+            machine=machine,
+            on_cpu=on_cpu,
+            environment=dict(os.environ),
+        )
+    return _Request(Command(command.config, args), facts, on_cpu)
 
 
 def _plain_ranks(args: Sequence[str]) -> int:
     """Ranks of a server without AFD."""
-    for flag in ("--tp-size", "--tp", "--tensor-parallel-size"):
-        if value := flag_value(args, flag):
-            return int(value)
-    return 1
+    try:
+        return int_value(args, "--tp-size", "--tensor-parallel-size", default=1)
+    except ConfigError:
+        return 1  # SGLang's parser will say what is wrong
 
 
 def _print_help(program: str) -> NoReturn:

@@ -2,12 +2,12 @@
 
 SGLang's scheduler spins while it has nothing to run.  In a world of several ranks every iteration
 starts with a broadcast from rank 0 and ends in a gather over all ranks, so rank 0 paces the rest,
-which block in gloo (a blocking wait, no spin) until it comes round.  It is therefore enough, and
-safe, that rank 0 alone sleeps: it wakes at once for a message of its own, and a request that waits
-at another rank is seen when rank 0's wait ends, `LONGEST_WAIT_MS` at most.
+which block in gloo (a blocking wait, no spin) until it comes round.  It is therefore enough that
+rank 0 alone sleeps.  Whatever ends the sleep is a message on its sockets: its own requests, control
+messages, and a `WAKE` that the DP controller sends it with each request for any rank.
 
 The wait grows with the time that the world has been idle, and is zero in the first milliseconds
-after a step, so that a busy server never waits.
+after a step or a message, so that a busy server never waits.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from sglang_afd.upstream.hooks import Hook, Kind
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
-LONGEST_WAIT_MS = 45
-"""The most that a request at another rank can be delayed."""
+WAKE = b"sglang_afd: wake"
+"""Message to rank 0: another rank has work."""
+
+LONGEST_WAIT_MS = 100
 
 _IDLE_MS_PER_WAIT_MS = 8
-"""The wait is this fraction of the idle time: a burst's gaps are delayed by an eighth at most."""
+"""The wait is this fraction of the idle time: what becomes ready without a message (a compiled
+grammar, for one) is seen at most that much later than it took."""
 
 
 class IdlePacer:
@@ -61,10 +64,15 @@ class IdlePacer:
         return min(LONGEST_WAIT_MS, int(idle_ms / _IDLE_MS_PER_WAIT_MS))
 
     def maybe_sleep(self) -> None:
-        """Wait for a message, `wait_ms` at most; a message means that more may follow."""
+        """Wait for a message, `wait_ms` at most; a message means that work may follow."""
         wait = self.wait_ms()
         if wait and self._poller.poll(wait):
             self._idle_since = self._clock()
+
+
+def without_wakes(messages: list[Any] | None, *_: Any) -> list[Any] | None:
+    """Drop the `WAKE` messages among those that a rank has received (None: it receives none)."""
+    return messages and [message for message in messages if message != WAKE]
 
 
 def _pace(_: None, scheduler: Any) -> None:
@@ -85,6 +93,12 @@ def _sleep_while_paused(_: None, scheduler: Any) -> None:
     scheduler.maybe_sleep_on_idle()
 
 
+def _wake(_: None, controller: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang.srt.managers.io_struct import sock_send
+
+    sock_send(controller.workers[0], WAKE)
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         f"{_SCHEDULER}.init_idle_sleeper",
@@ -97,5 +111,19 @@ HOOKS: tuple[Hook, ...] = (
         Kind.AFTER,
         _sleep_while_paused,
         "a paused engine spins too, and never reaches the idle sleeper",
+    ),
+    Hook(
+        "sglang.srt.managers.data_parallel_controller.DataParallelController"
+        ".dispatching_with_trace",
+        Kind.AFTER,
+        _wake,
+        "a request for another rank must not wait until rank 0 wakes by itself",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+        "._pull_raw_reqs",
+        Kind.AFTER,
+        without_wakes,
+        "the scheduler has no handler for the wake-up message",
     ),
 )

@@ -1,19 +1,30 @@
 """A process that imports SGLang once and forks servers: a world starts in seconds.
 
 Starting SGLang costs 50 to 90 s on two cores, nearly all of it imports, once per process.  This
-program imports everything first, before any thread exists, then reads one JSON request a line from
-standard input, ``{"argv": [...], "env": {...}, "log": PATH}``, forks the launcher of that server
-and answers ``{"pid": PID}``.  In the forked launcher, SGLang's processes are forked too, so none of
-them imports again; the hooks that the launcher installs are inherited with it.
+program imports everything first, before any thread exists, then serves one JSON request a line from
+standard input:
+
+* ``{"argv": [...], "env": {...}, "log": PATH}`` forks the launcher of that server and answers
+  ``{"pid": PID}``; the launcher leads a session of its own, which all its processes belong to.
+* ``{"wait": PID}`` answers ``{"code": N}``, or ``{"code": null}`` while the launcher runs.
+
+In the forked launcher, SGLang's processes are forked too, so none of them imports again; the hooks
+that the launcher installs are inherited with it.  When standard input ends, so does this process,
+and the kernel ends the launchers that are left.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import multiprocessing
 import os
 import signal
 import sys
+
+_PR_SET_PDEATHSIG = 1
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def _import_everything() -> None:
@@ -21,14 +32,17 @@ def _import_everything() -> None:
     import sglang.srt.entrypoints.http_server
     import sglang.srt.managers.data_parallel_controller
     import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler
-    import sglang.srt.models.qwen3_moe  # noqa: F401
+    import sglang.srt.managers.scheduler  # noqa: F401
+    from sglang.srt.models.registry import ModelRegistry
+
+    ModelRegistry.get_supported_archs()  # imports every model class, as each rank would
 
 
 def _serve(request: dict) -> None:
     """The forked launcher: becomes the server; never returns."""
     os.setsid()
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -55,26 +69,37 @@ def _serve(request: dict) -> None:
         os._exit(code)
 
 
+def _refuse_threads() -> None:
+    """A fork copies only the forking thread: locks that others hold stay locked in the child."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        raise SystemExit(f"importing SGLang started {threads - 1} threads; forked servers may hang")
+
+
 def main() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["SGLANG_AFD_CPU"] = "1"
     from sglang_afd.platform.defaults import cpu_environment
 
     os.environ.update(cpu_environment(1))
-    os.environ.pop("SGLANG_CPU_OMP_THREADS_BIND", None)  # every world sets its own
+    os.environ.update(dict.fromkeys(_THREADS, "1"))
     _import_everything()
+    _refuse_threads()
+    for name in (*_THREADS, "SGLANG_CPU_OMP_THREADS_BIND"):
+        del os.environ[name]  # every world sets its own
+    gc.collect()
+    gc.freeze()  # or each child's first collection copies every page that holds an object
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     print(json.dumps({"ready": True}), flush=True)
-    children: dict[int, int] = {}
+    codes: dict[int, int] = {}
     for line in sys.stdin:
         request = json.loads(line)
-        if "wait" in request:  # has this launcher ended, and how
+        if "wait" in request:
             pid = request["wait"]
-            if pid not in children:
+            if pid not in codes:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    children[pid] = os.waitstatus_to_exitcode(status)
-            print(json.dumps({"code": children.get(pid)}), flush=True)
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+            print(json.dumps({"code": codes.get(pid)}), flush=True)
             continue
         pid = os.fork()
         if pid == 0:

@@ -1,0 +1,84 @@
+"""Rows of features that AFD serves, each with the test that shows it."""
+
+from __future__ import annotations
+
+from sglang_afd.features.row import Feature, Switch, served
+
+_FEATURES = "test_features.py::"
+_ENDPOINTS = "test_endpoints.py::"
+
+SERVED: tuple[Feature, ...] = (
+    served(
+        "OpenAI API (completions, chat)",
+        _FEATURES + "test_openai_api",
+        requests=("/v1/completions", "/v1/chat/completions"),
+    ),
+    served("Streaming", _FEATURES + "test_streaming", requests=("stream",)),
+    served(
+        "Sampling parameters",
+        _FEATURES + "test_sampling",
+        requests=("temperature", "top_p", "top_k", "min_p", "sampling_seed"),
+    ),
+    served("Stop strings", _FEATURES + "test_stop_strings", requests=("stop",)),
+    served("Abort", _FEATURES + "test_abort", requests=("/abort_request",)),
+    served("Overlap scheduler", _FEATURES + "test_overlap_scheduler"),
+    served(
+        "Overlap scheduler off",
+        _FEATURES + "test_overlap_scheduler_off",
+        Switch("--disable-overlap-schedule"),
+    ),
+    served("Radix cache", _FEATURES + "test_radix_cache"),
+    served("Radix cache off", _FEATURES + "test_radix_cache_off", Switch("--disable-radix-cache")),
+    served("Chunked prefill", _FEATURES + "test_chunked_prefill", Switch("--chunked-prefill-size")),
+    served("Mixed chunk", _FEATURES + "test_mixed_chunk", Switch("--enable-mixed-chunk")),
+    served(
+        "Structured output (xgrammar)",
+        _FEATURES + "test_structured_output",
+        Switch("--grammar-backend", only=("xgrammar",)),
+        requests=("json_schema", "regex", "ebnf", "response_format"),
+    ),
+    served(
+        "Logprobs",
+        _FEATURES + "test_logprobs",
+        requests=("return_logprob", "top_logprobs_num", "logprobs"),
+    ),
+    served("Several answers (n > 1)", _FEATURES + "test_parallel_sampling", requests=("n",)),
+    served(
+        "Sessions",
+        _FEATURES + "test_session",
+        requests=("/open_session", "/close_session", "session_params"),
+        limit="with several attention ranks, all turns of a session must name the same one "
+        "(routed_dp_rank), as in SGLang with attention DP",
+    ),
+    served(
+        "Priority scheduling",
+        _FEATURES + "test_priority_scheduling",
+        Switch("--enable-priority-scheduling"),
+    ),
+    served(
+        "Load balancing",
+        _FEATURES + "test_load_balancing",
+        Switch(
+            "--load-balance-method", only=("auto", "round_robin", "total_requests", "total_tokens")
+        ),
+    ),
+    served(
+        "Requests to one attention rank",
+        _FEATURES + "test_routed_dp_rank",
+        requests=("routed_dp_rank",),
+        limit="a request that names an FFN rank gets a 400",
+    ),
+    served(
+        "Metrics", _ENDPOINTS + "test_metrics", Switch("--enable-metrics"), requests=("/metrics",)
+    ),
+    served("Health", _ENDPOINTS + "test_health", requests=("/health", "/health_generate")),
+    served("Server information", _ENDPOINTS + "test_server_info", requests=("/server_info",)),
+    served("Loads", _ENDPOINTS + "test_loads", requests=("/v1/loads",)),
+    served("Cache flush", _ENDPOINTS + "test_flush_cache", requests=("/flush_cache",)),
+    served(
+        "Pause and continue",
+        _ENDPOINTS + "test_pause_and_continue",
+        requests=("/pause_generation", "/continue_generation"),
+    ),
+    served("Profiling", _ENDPOINTS + "test_profile", requests=("/start_profile", "/stop_profile")),
+)

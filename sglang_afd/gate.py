@@ -1,0 +1,280 @@
+"""Capability gates: what a deployment needs to be right, checked before anything is started.
+
+Each gate looks at the same `Facts` and either passes or names every refusal with its mend.  They
+run in order (model, topology, transport, execution mode, addresses), and all of them, so that one
+run shows all that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from sglang_afd import model_gate
+from sglang_afd.addresses import is_local, is_port, parse_address, port_problem, resolve_problem
+from sglang_afd.command_line import int_value, last_value
+from sglang_afd.config import ConfigError
+from sglang_afd.facts import Facts, Refusal
+from sglang_afd.families import MoeFacts, UnsupportedModel
+from sglang_afd.features import refused
+from sglang_afd.topology import Role, TopologyError
+from sglang_afd.upstream.ports import Port, first_command_ports, one_command_ports
+
+DEEPEP_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+DEEPEP_MAX_TOP_K = 11
+DEEPEP_MAX_SLOTS = 1848  # its dispatch kernel takes 14 slots for each of 132 SMs
+DEEPEP_MAX_LOCAL_EXPERTS = 1024
+DEEPEP_MAX_TOKENS = 1024
+DEEPEP_CAPABILITY = (9, 0)
+_USE_GLOO = "use --afd-transport gloo"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A gate's answer: that it passed and what, or one thing that is wrong and its mend."""
+
+    gate: str
+    passed: bool
+    message: str
+    mend: str = ""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate: what it refuses, and what it says when it refuses nothing."""
+
+    name: str
+    refusals: Callable[[Facts], Iterator[Refusal]]
+    summary: Callable[[Facts], str]
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """What every gate finds, in order; a gate that refuses has a finding for each reason."""
+    found: list[Finding] = []
+    for gate in GATES:
+        try:
+            refusals = list(gate.refusals(facts))
+        except (ConfigError, UnsupportedModel) as error:
+            refusals = [Refusal.of(error)]
+        found += [Finding(gate.name, False, *refusal) for refusal in refusals]
+        if not refusals:
+            found.append(Finding(gate.name, True, gate.summary(facts)))
+    return found
+
+
+def _topology(facts: Facts) -> Iterator[Refusal]:
+    yield from _devices(facts)
+    moe, topology = facts.moe, facts.config.topology
+    if moe is None:
+        return
+    try:
+        topology.experts_per_rank(moe.num_experts)
+    except TopologyError as error:
+        yield Refusal.of(error)
+    tp, text = topology.attention_tp, facts.checkpoint.text_config
+    heads = text.num_attention_heads
+    kv_heads = text.num_key_value_heads
+    if heads % tp:
+        yield Refusal(
+            f"{heads} attention heads do not divide over --afd-attention-tp {tp}",
+            f"choose a divisor of {heads}",
+        )
+    if kv_heads % tp and tp % kv_heads:
+        yield Refusal(
+            f"{kv_heads} key-value heads neither divide over nor into --afd-attention-tp {tp}",
+            f"choose a divisor or a multiple of {kv_heads}",
+        )
+
+
+def _devices(facts: Facts) -> Iterator[Refusal]:
+    device = last_value(facts.args, "--device")
+    if device not in (None, "cpu", "cuda"):
+        yield Refusal(f"AFD does not run on --device {device}", "use cuda or cpu")
+    elif facts.on_cpu:
+        return
+    elif facts.machine.other_accelerator:
+        yield Refusal("AFD runs on CUDA devices and on CPUs", "pass --device cpu")
+    else:
+        ranks = len(facts.config.local_ranks())
+        first = int_value(facts.args, "--base-gpu-id", default=0)
+        step = int_value(facts.args, "--gpu-id-step", default=1)
+        needed, present = first + step * (ranks - 1) + 1, len(facts.machine.gpus)
+        if needed > present:
+            yield Refusal(
+                f"{ranks} ranks start here, one GPU each, up to GPU {needed - 1}, but this machine "
+                f"has {present}",
+                "lower --afd-attention-ranks, --afd-ffn-ranks or --afd-attention-tp, start the "
+                "roles on two machines (--afd-role), or pass --device cpu",
+            )
+
+
+def _topology_summary(facts: Facts) -> str:
+    topology, moe = facts.config.topology, facts.moe
+    text = (
+        f"{topology.attention_ranks} attention and {topology.ffn_ranks} FFN DP ranks of "
+        f"{topology.attention_tp}, {len(facts.config.local_ranks())} of "
+        f"{topology.world_size} ranks here on the {'CPU' if facts.on_cpu else 'GPUs'}"
+    )
+    if moe is None:
+        return text + "; experts not checked, the model gate refused"
+    return (
+        text + f"; {topology.experts_per_rank(moe.num_experts)} experts of a layer on each FFN rank"
+    )
+
+
+def _transport(facts: Facts) -> Iterator[Refusal]:
+    if facts.config.transport != "deepep":
+        return
+    if facts.on_cpu:
+        yield Refusal("deepep moves rows between GPUs, but the ranks run on the CPU", _USE_GLOO)
+        return
+    for package, wheel in (("deep_ep", "sgl-deep-ep"), ("deep_gemm", "sgl-deep-gemm")):
+        if package not in facts.machine.packages:
+            yield Refusal(
+                f"deepep needs the package {package}, which is not installed",
+                f"run: pip install {wheel}, or {_USE_GLOO}",
+            )
+    for gpu in facts.machine.gpus:
+        if gpu.capability < DEEPEP_CAPABILITY:
+            yield Refusal(
+                f"deepep needs GPUs of compute capability 9.0, {gpu.name} has "
+                f"{'.'.join(map(str, gpu.capability))}",
+                _USE_GLOO,
+            )
+            break
+    runner = last_value(facts.args, "--moe-runner-backend")
+    if runner not in (None, "deep_gemm"):
+        yield Refusal(
+            f"deepep groups rows by expert, which --moe-runner-backend {runner} does not take",
+            f"use deep_gemm, or {_USE_GLOO}",
+        )
+    tokens, world = facts.config.max_tokens_per_rank, facts.config.topology.world_size
+    if tokens > DEEPEP_MAX_TOKENS:
+        yield Refusal(
+            f"--afd-max-tokens-per-rank {tokens} is over deepep's {DEEPEP_MAX_TOKENS}",
+            f"lower it (longer batches go in slices), or {_USE_GLOO}",
+        )
+    if world * tokens % 4:
+        yield Refusal(
+            f"deepep needs ranks x --afd-max-tokens-per-rank ({world} x {tokens}) to be a multiple "
+            f"of 4",
+            "choose a --afd-max-tokens-per-rank that is one",
+        )
+    if facts.moe is not None:
+        yield from _deepep_model(facts, facts.moe)
+
+
+def _deepep_model(facts: Facts, moe: MoeFacts) -> Iterator[Refusal]:
+    dtype = row_dtype(facts)
+    if dtype != "bfloat16":
+        yield Refusal(
+            f"deepep carries BF16 rows, the model's are {dtype}",
+            f"pass --dtype bfloat16, or {_USE_GLOO}",
+        )
+    if moe.hidden_size not in DEEPEP_HIDDEN_SIZES:
+        yield Refusal(
+            f"deepep has no kernel for hidden size {moe.hidden_size}, only for "
+            f"{', '.join(map(str, DEEPEP_HIDDEN_SIZES))}",
+            _USE_GLOO,
+        )
+    if moe.top_k > DEEPEP_MAX_TOP_K:
+        yield Refusal(
+            f"deepep carries {DEEPEP_MAX_TOP_K} experts a token, the router picks {moe.top_k}",
+            _USE_GLOO,
+        )
+    topology = facts.config.topology
+    per_rank = -(-moe.num_experts // len(topology.ffn_world))
+    slots = topology.world_size * per_rank
+    if slots > DEEPEP_MAX_SLOTS or per_rank > DEEPEP_MAX_LOCAL_EXPERTS:
+        yield Refusal(
+            f"{per_rank} experts on each of {topology.world_size} ranks make {slots} slots; deepep "
+            f"takes {DEEPEP_MAX_SLOTS} slots and {DEEPEP_MAX_LOCAL_EXPERTS} experts a rank",
+            f"use more FFN or fewer attention ranks, or {_USE_GLOO}",
+        )
+
+
+def row_dtype(facts: Facts) -> str:
+    """The type of the model's rows, as SGLang chooses it: ``float16`` for ``auto`` and float32."""
+    asked = last_value(facts.args, "--dtype") or "auto"
+    named = {"half": "float16", "float": "float32"}.get(asked, asked)
+    if named != "auto":
+        return named
+    config = facts.checkpoint.config or {}
+    text = config.get("text_config") or {}
+    named_there = [place.get(key) for place in (config, text) for key in ("dtype", "torch_dtype")]
+    declared = next((str(dtype) for dtype in named_there if dtype), "float32")
+    return "float16" if declared == "float32" else declared
+
+
+def _transport_summary(facts: Facts) -> str:
+    return f"{facts.config.transport}, {facts.config.max_tokens_per_rank} rows a rank and exchange"
+
+
+def _execution(facts: Facts) -> Iterator[Refusal]:
+    for feature, by in refused(facts.args, facts.environment):
+        yield Refusal(
+            f"{by} asks for {feature.name}, which AFD refuses: {feature.reason}", feature.mend
+        )
+
+
+def _execution_summary(facts: Facts) -> str:
+    return "every feature asked for is served"
+
+
+def _addresses(facts: Facts) -> Iterator[Refusal]:
+    host = last_value(facts.args, "--host") or "127.0.0.1"
+    http_port = int_value(facts.args, "--port", default=30000)
+    if not is_port(http_port):
+        yield Refusal(f"--port {http_port} is no port", "choose one of 1 to 65535")
+        return
+    if problem := resolve_problem(host):
+        yield Refusal(f"--host: {problem}", "give an address of this machine")
+    elif not is_local(host):
+        yield Refusal(f"--host: {host} is no address of this machine", "give one, or 0.0.0.0")
+    elif problem := port_problem(host, http_port):
+        yield Refusal(f"HTTP server: {problem}", "stop that process, or choose another --port")
+    rendezvous = last_value(facts.args, "--dist-init-addr", "--nccl-init-addr")
+    if rendezvous is None:
+        yield from _taken(one_command_ports(http_port), "choose another --port")
+        return
+    try:
+        address = parse_address(rendezvous)
+    except ValueError as error:
+        yield Refusal(f"--dist-init-addr: {error}", "give the attention command's HOST:PORT")
+        return
+    if problem := resolve_problem(address.host):
+        yield Refusal(f"--dist-init-addr: {problem}", "give the attention command's HOST:PORT")
+    elif facts.config.command_role is not Role.FFN:
+        if not is_local(address.host):
+            yield Refusal(
+                f"--dist-init-addr: {address.host} is no address of this machine, where the "
+                f"attention command's ranks meet the others",
+                "give an address of this machine that the FFN command can reach",
+            )
+            return
+        ports = first_command_ports(address.host, address.port)
+        yield from _taken(ports, "choose another port in --dist-init-addr")
+
+
+def _taken(ports: list[Port], mend: str) -> Iterator[Refusal]:
+    for host, port, use in ports:
+        if not is_port(port):
+            yield Refusal(f"{use} would need port {port}, which is none", mend)
+            return
+        if problem := port_problem(host, port):
+            yield Refusal(f"{use}: {problem}", f"stop that process, or {mend}")
+            return
+
+
+def _addresses_summary(facts: Facts) -> str:
+    port = int_value(facts.args, "--port", default=30000)
+    return f"port {port} and the ports for the ranks are free"
+
+
+GATES: tuple[Gate, ...] = (
+    Gate("model", model_gate.refusals, model_gate.summary),
+    Gate("topology", _topology, _topology_summary),
+    Gate("transport", _transport, _transport_summary),
+    Gate("execution mode", _execution, _execution_summary),
+    Gate("addresses", _addresses, _addresses_summary),
+)

@@ -1,0 +1,1 @@
+"""The reference platform: SGLang on a CPU in plain PyTorch, on any machine, without sgl-kernel."""

@@ -1,0 +1,186 @@
+"""What SGLang lacks on a CPU without sgl-kernel, given in plain PyTorch.
+
+`HOOKS` replaces or wraps one function each; see also `sglang_afd.platform.settings`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from sglang_afd.upstream.hooks import Hook, Kind
+
+_UINT32 = 0xFFFFFFFF
+
+
+def bind_threads(*, local_omp_cpuid: str | list[int], dist_init_method: str | None = None) -> None:
+    """Bind this rank to its cores: ``"0-1"``, ``"0,2"`` or a list of core numbers.
+
+    Cores that this process may not use are left out; if none remains, the rank stays unbound.
+    PyTorch gets a thread for each core, shared with the ranks that are bound to the same cores
+    (more threads than cores wait for each other a scheduler's tick at a time), and no more than
+    ``OMP_NUM_THREADS``.
+    """
+    usable = os.sched_getaffinity(0)
+    field = local_omp_cpuid
+    cores = set(parse_cores(field) if isinstance(field, str) else field) & usable
+    if cores:
+        os.sched_setaffinity(0, cores)
+    fields = os.environ.get("SGLANG_CPU_OMP_THREADS_BIND", "").split("|")
+    threads = max(1, len(cores or usable) // max(1, fields.count(str(field))))
+    limit = int(os.environ.get("OMP_NUM_THREADS") or threads)
+    torch.set_num_threads(min(threads, limit))
+
+
+def parse_cores(field: str) -> list[int]:
+    """Core numbers of one field of ``SGLANG_CPU_OMP_THREADS_BIND``: ``"0-2,5"`` is 0, 1, 2, 5."""
+    cores: list[int] = []
+    for part in field.split(","):
+        first, _, last = part.partition("-")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def check_alignment(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    """Return `model_config` as it is, in place of padding its dimensions to `tp_size`.
+
+    Raises:
+        ValueError: attention heads or expert width do not divide by the ranks that shard them.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    heads, attn_tp = model_config.num_attention_heads, parallel.attn_tp_size
+    if heads % attn_tp:
+        raise ValueError(
+            f"the model has {heads} attention heads, which attention TP {attn_tp} does not "
+            f"divide; choose an attention TP that does"
+        )
+    width = getattr(model_config.hf_text_config, "moe_intermediate_size", None)
+    if width is not None and width % parallel.moe_tp_size:
+        raise ValueError(
+            f"the model's experts are {width} wide, which {parallel.moe_tp_size} ranks that shard "
+            f"each expert do not divide; choose a --tp-size that does, or raise --ep-size"
+        )
+    return model_config
+
+
+def experts_with_absent_ids(
+    original: Any, layer: Any, x: torch.Tensor, topk_output: Any, moe_runner_config: Any
+) -> torch.Tensor:
+    """SGLang's native experts, for ids that may be -1 (another rank's expert, or a padding row).
+
+    Args:
+        x: [rows, hidden]; rows may be 0.
+        topk_output: ids and weights, [rows, top_k] each.
+
+    Returns:
+        [rows, hidden]; absent ids add nothing.
+    """
+    ids, weights = topk_output.topk_ids, topk_output.topk_weights
+    present = ids >= 0
+    if x.shape[0] and present.all():
+        return original(layer, x, topk_output, moe_runner_config)
+    rows, slots = present.nonzero(as_tuple=True)
+    terms = weights.new_zeros((*ids.shape, x.shape[1]))
+    if len(rows):
+        chosen = ids[rows, slots, None]
+        pairs = topk_output._replace(topk_ids=chosen, topk_weights=torch.ones_like(chosen).float())
+        outputs = original(layer, x[rows], pairs, moe_runner_config)
+        terms[rows, slots] = outputs.to(weights.dtype) * weights[rows, slots, None]
+    return terms.sum(dim=1).to(x.dtype)
+
+
+def reduce_scatterv(
+    group: Any,
+    input_: torch.Tensor,
+    output: torch.Tensor | None = None,
+    sizes: list[int] | None = None,
+) -> torch.Tensor:
+    """Sum `input_` over the ranks of `group` and keep this rank's rows (`sizes`: rows a rank)."""
+    return group._deterministic_reduce_scatterv(input_, output, sizes)
+
+
+def gather_flat(original: Any, group: Any, output: torch.Tensor, input: torch.Tensor) -> None:
+    """All-gather into a contiguous `output` of any shape that holds all ranks' `input` in order."""
+    original(group, output.view(-1), input.reshape(-1))
+
+
+def murmur_hash32(
+    seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
+) -> torch.Tensor:
+    """MurmurHash3 (32 bit) of (seed, position, column), as SGLang's Triton kernel computes it.
+
+    Args:
+        seed: [n], 64 bit; positions: [n]; col_indices: [m].
+
+    Returns:
+        [n, m] uint32 hashes.
+    """
+    low = seed.view(torch.int64) & _UINT32
+    high = (seed.view(torch.int64) >> 32) & _UINT32
+    state = torch.zeros_like(low)
+    for block in (low, high, positions.to(torch.int64) & _UINT32):
+        state = _mix(state, block)
+    state = _mix(state[:, None], col_indices.to(torch.int64)[None, :] & _UINT32)
+    state = state ^ 16  # bytes hashed
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        state = _times((state ^ (state >> shift)), factor)
+    return (state ^ (state >> 16)).to(torch.uint32)
+
+
+def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    state = state ^ _times(_rotate(_times(block, 0xCC9E2D51), 15), 0x1B873593)
+    return (_rotate(state, 13) * 5 + 0xE6546B64) & _UINT32
+
+
+def _rotate(value: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((value << bits) | (value >> (32 - bits))) & _UINT32
+
+
+def _times(value: torch.Tensor, factor: int) -> torch.Tensor:
+    """value * factor mod 2^32; the halves keep the product inside int64."""
+    high = ((value >> 16) * factor) & _UINT32
+    return ((high << 16) + (value & 0xFFFF) * factor) & _UINT32
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.distributed.bootstrap._init_cpu_threads_env",
+        Kind.REPLACE,
+        bind_threads,
+        "threads are bound by sgl-kernel, or not at all; ranks then fight for cores",
+    ),
+    Hook(
+        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+        Kind.REPLACE,
+        check_alignment,
+        "CPU mode pads model dimensions to the whole world, whose experts AFD never shards",
+    ),
+    Hook(
+        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
+        Kind.AROUND,
+        experts_with_absent_ids,
+        "the native experts take neither id -1 nor zero rows",
+    ),
+    Hook(
+        "sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatterv",
+        Kind.REPLACE,
+        reduce_scatterv,
+        "DP attention with EP returns rows through NCCL; an all-reduce over gloo does the same",
+    ),
+    Hook(
+        "sglang.srt.distributed.parallel_state.GroupCoordinator._all_gather_into_tensor",
+        Kind.AROUND,
+        gather_flat,
+        "gloo, unlike NCCL, wants the output's shape to be the input's but for the first dimension",
+    ),
+    Hook(
+        "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
+        Kind.REPLACE,
+        murmur_hash32,
+        "seeded sampling hashes with sgl-kernel on a CPU",
+    ),
+)

@@ -1,0 +1,80 @@
+"""The same greedy tokens everywhere: HF transformers, SGLang without AFD, every layout of AFD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.layouts import A1F1, A1T2F1, A2F1, A2F2, A3F1, SMALL, STOCK, Layout, on
+from tests.support.reference import Expect, References, assert_equal, check
+from tests.support.workload import prompts, send
+from tests.support.world import World
+
+pytestmark = pytest.mark.integration
+
+Checkpoints = Callable[[str], Path]
+_SEEDED = [layout.of("seeded") for layout in (STOCK, A1F1, A2F1, A2F2, A3F1, A1T2F1)]
+
+
+@on(STOCK, A2F1.of("seeded"), A1T2F1, full=(A1F1, A2F1, A2F2, A3F1))
+def test_tokens_equal_transformers(
+    world: World, layout: Layout, references: References, checkpoints: Checkpoints
+) -> None:
+    """8 prompts of mixed lengths, arriving at different times, 64 tokens each."""
+    asked = prompts()
+    answers = send(world, asked)
+    assert_equal(answers, references.greedy(checkpoints(layout.checkpoint), asked))
+    if layout.attention:
+        used = {answer.dp_rank for answer in answers}
+        assert used == set(range(layout.attention)), f"requests went to DP ranks {used}"
+
+
+@pytest.mark.full
+@on(*(layout for layout in _SEEDED if layout != A2F1.of("seeded")))
+def test_seeded_tokens_equal_transformers(
+    world: World, layout: Layout, references: References, checkpoints: Checkpoints
+) -> None:
+    """The same for a checkpoint of other dimensions, in two shards."""
+    test_tokens_equal_transformers(world, layout, references, checkpoints)
+
+
+@on(A2F1.of("zeroed"))
+def test_zeroed_experts_change_the_answers(
+    world: World, references: References, checkpoints: Checkpoints
+) -> None:
+    """Were the experts' part lost on the way, the other tests would notice."""
+    asked = prompts()
+    answers = send(world, asked, 16)
+    assert_equal(answers, references.greedy(checkpoints("zeroed"), asked, 16))
+    trained = references.greedy(checkpoints("seeded"), asked, 16)
+    assert all(a.tokens != t.tokens for a, t in zip(answers, trained))
+
+
+@on(SMALL)
+def test_small_caps(world: World, expect: Expect) -> None:
+    """The whole workload, although a prompt takes chunks and a chunk takes slices."""
+    check(world, expect, prompts(), 64)
+
+
+@on(SMALL)
+def test_a_rank_left_idle(world: World, expect: Expect) -> None:
+    """All requests on DP rank 1: rank 0 takes part in every exchange without a token."""
+    answers = check(world, expect, prompts(), 24, routed_dp_rank=1)
+    assert {answer.dp_rank for answer in answers} == {1}
+
+
+@on(SMALL)
+def test_a_batch_without_tokens_of_one_rank(world: World, expect: Expect) -> None:
+    """Rank 1 runs out of requests, and gets one again, while rank 0 still decodes."""
+    asked = prompts([20, 10, 90], seed=26)
+    lengths, delays, ranks = (160, 4, 8), (0.0, 0.0, 0.8), (0, 1, 1)
+    answers = send(
+        world, asked, lengths, delays=delays, fields=lambda i: {"routed_dp_rank": ranks[i]}
+    )
+    for answer, prompt, length in zip(answers, asked, lengths):
+        assert_equal([answer], expect([prompt], length))
+    ends = [delay + answer.meta["e2e_latency"] for delay, answer in zip(delays, answers)]
+    assert ends[1] < delays[2], "the short request was to end before the late one came"
+    assert ends[2] < ends[0], "the long request was to outlast the others"

@@ -1,0 +1,148 @@
+"""Seeded Qwen3-MoE checkpoints whose experts matter.
+
+Weights straight from an initialiser prove nothing about the MoE path: the experts' output is then
+tiny beside the residual stream and any routing gives the same tokens. Here every projection keeps
+the scale of its input, so each sub-layer adds a vector of about unit size per channel, the router's
+logits are spread, and the tokens change when an expert does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from sglang_afd import embedded
+from sglang_afd.embedded.checkpoint import qwen3_moe_config, write_configs
+
+ROUTER_SPREAD = 1.5  # standard deviation of router logits: neither even nor one expert for all
+LOGIT_SPREAD = 3.0  # standard deviation of logits: the best token leads by about one
+EMBEDDED_VOCAB = 2048  # entries of the embedded model's tokenizer
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def seeded_qwen3_moe(
+    directory: Path,
+    *,
+    seed: int,
+    layers: int = 2,
+    hidden: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    experts: int = 8,
+    top_k: int = 2,
+    moe_intermediate: int = 64,
+    vocab: int = EMBEDDED_VOCAB,
+    max_position: int = 4096,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+) -> Path:
+    """Write a checkpoint into ``directory`` and return it.
+
+    A tensor's values depend on ``seed``, its name and its shape alone, so checkpoints that differ
+    in ``layers`` or ``experts`` share the rest. With ``shards`` > 1, tensors are dealt in turn to
+    that many files and an index is written. The embedded model's tokenizer is copied if ``vocab``
+    covers it; without it a server needs ``--skip-tokenizer-init``.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    config = qwen3_moe_config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        experts=experts,
+        top_k=top_k,
+        moe_intermediate_size=moe_intermediate,
+        max_position=max_position,
+        dtype=dtype,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    write_configs(directory, config)
+    scales = _scales(config)
+    if shards == 1:
+        tensors = {n: _tensor(n, s, scale, seed, dtype) for n, (s, scale) in scales.items()}
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    else:
+        _write_shards(directory, scales, seed, dtype, shards)
+    if vocab >= EMBEDDED_VOCAB:
+        for name in TOKENIZER_FILES:
+            shutil.copyfile(embedded.path() / name, directory / name)
+    return directory
+
+
+def _scales(config: dict) -> dict[str, tuple[tuple[int, ...], float]]:
+    """Shape and standard deviation of every tensor; 0 means a norm's constant ones."""
+    h, inter = config["hidden_size"], config["moe_intermediate_size"]
+    q = config["num_attention_heads"] * config["head_dim"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    vocab, k = config["vocab_size"], config["num_experts_per_tok"]
+    norm, by_hidden = 0.0, 1 / math.sqrt(h)
+    out: dict[str, tuple[tuple[int, ...], float]] = {
+        "model.embed_tokens.weight": ((vocab, h), 1.0),
+        "model.norm.weight": ((h,), norm),
+        "lm_head.weight": ((vocab, h), LOGIT_SPREAD * by_hidden),
+    }
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        out |= {
+            f"{layer}.input_layernorm.weight": ((h,), norm),
+            f"{layer}.post_attention_layernorm.weight": ((h,), norm),
+            f"{layer}.self_attn.q_norm.weight": ((config["head_dim"],), norm),
+            f"{layer}.self_attn.k_norm.weight": ((config["head_dim"],), norm),
+            f"{layer}.self_attn.q_proj.weight": ((q, h), by_hidden),
+            f"{layer}.self_attn.k_proj.weight": ((kv, h), by_hidden),
+            f"{layer}.self_attn.v_proj.weight": ((kv, h), by_hidden),
+            f"{layer}.self_attn.o_proj.weight": ((h, q), 1 / math.sqrt(q)),
+            f"{layer}.mlp.gate.weight": ((config["num_experts"], h), ROUTER_SPREAD * by_hidden),
+        }
+        # silu(g) * u of two unit normals has a standard deviation of about 0.6, and averaging k
+        # independent experts divides by sqrt(k): undo both, so that the sum is of unit size.
+        down = math.sqrt(k) / (0.6 * math.sqrt(inter))
+        for expert in range(config["num_experts"]):
+            prefix = f"{layer}.mlp.experts.{expert}"
+            out |= {
+                f"{prefix}.gate_proj.weight": ((inter, h), by_hidden),
+                f"{prefix}.up_proj.weight": ((inter, h), by_hidden),
+                f"{prefix}.down_proj.weight": ((h, inter), down),
+            }
+    return out
+
+
+def _tensor(
+    name: str, shape: tuple[int, ...], scale: float, seed: int, dtype: torch.dtype
+) -> torch.Tensor:
+    if scale == 0:
+        return torch.ones(shape, dtype=dtype)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def _write_shards(
+    directory: Path,
+    scales: dict[str, tuple[tuple[int, ...], float]],
+    seed: int,
+    dtype: torch.dtype,
+    shards: int,
+) -> None:
+    """One file at a time, so that memory holds one shard."""
+    names = sorted(scales)
+    weight_map: dict[str, str] = {}
+    size = 0
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        tensors = {n: _tensor(n, *scales[n], seed, dtype) for n in names[shard::shards]}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        size += sum(t.nbytes for t in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

@@ -1,0 +1,76 @@
+"""The deployments that tests run, named; equal layouts share one running world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+CHECKPOINTS = ("embedded", "seeded", "zeroed")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One server's command line, in the terms that tests vary."""
+
+    attention: int = 0
+    ffn: int = 0
+    """0 attention and 0 FFN ranks: SGLang without AFD."""
+    tp: int = 1
+    checkpoint: str = "embedded"
+    """One of `CHECKPOINTS`."""
+    flags: tuple[str, ...] = ()
+    note: str = ""
+    """Distinguishes layouts in test names where the flags matter."""
+
+    def argv(self, model: str) -> tuple[str, ...]:
+        """Arguments of ``launch_server``, serving the checkpoint at `model` in float32."""
+        ranks = ("--afd-attention-ranks", str(self.attention), "--afd-ffn-ranks", str(self.ffn))
+        width = ("--afd-attention-tp", str(self.tp))
+        return (
+            *("--model-path", model, "--dtype", "float32"),
+            *(ranks if self.attention else ()),
+            *(width if self.tp > 1 else ()),
+            *self.flags,
+        )
+
+    def of(self, checkpoint: str) -> Layout:
+        """This layout, serving another checkpoint."""
+        return replace(self, checkpoint=checkpoint)
+
+    def __str__(self) -> str:
+        name = f"{self.attention}A{self.ffn}F" if self.attention else "stock"
+        parts = [name, f"tp{self.tp}" * (self.tp > 1), self.note, self.checkpoint]
+        return "-".join(part for part in parts if part)
+
+
+STOCK = Layout()
+A1F1 = Layout(1, 1)
+A2F1 = Layout(2, 1)
+A2F2 = Layout(2, 2)
+A3F1 = Layout(3, 1)
+A1T2F1 = Layout(1, 1, tp=2)
+
+CHUNK, CAP, RUNNING = 64, 16, 8  # tokens a chunk, rows a slice, requests at once on a rank
+SMALL = replace(
+    A2F1,
+    # A long prompt takes several chunks, and one exchange of a chunk several slices.
+    flags=(
+        *("--chunked-prefill-size", str(2 * CHUNK)),  # SGLang divides it over the attention ranks
+        *("--afd-max-tokens-per-rank", str(CAP)),
+        *("--max-running-requests", str(2 * RUNNING)),
+        "--constrained-json-disable-any-whitespace",  # or a model may write spaces for ever
+        "--enable-metrics",
+        "--enable-priority-scheduling",
+        *("--stream-interval", "1"),
+    ),
+    note="small",
+)
+"""The world that most tests share: small caps, so that every request crosses them."""
+
+
+def on(*layouts: Layout, full: tuple[Layout, ...] = ()) -> pytest.MarkDecorator:
+    """Run the test once for each layout, the `full` ones in ``make test-full`` only."""
+    marked: list[Any] = [pytest.param(layout, marks=pytest.mark.full) for layout in full]
+    return pytest.mark.parametrize("world", [*layouts, *marked], indirect=True, ids=str)

@@ -1,0 +1,61 @@
+"""The checkpoints that layouts name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from sglang_afd import embedded
+from tests.support.checkpoints import seeded_qwen3_moe
+
+SEEDED = {
+    "seed": 11,
+    "layers": 3,
+    "hidden": 128,
+    "heads": 4,
+    "kv_heads": 2,
+    "experts": 8,
+    "top_k": 2,
+    "shards": 2,
+}
+
+
+def directory(name: str, folder: Path) -> Path:
+    """The checkpoint `name`, made under `folder` if it is not there yet.
+
+    ``embedded``: the trained model; ``seeded``: random weights, other dimensions, two shards;
+    ``zeroed``: the seeded one with all experts zero.
+
+    Raises:
+        KeyError: no checkpoint has that name.
+    """
+    if name == "embedded":
+        return embedded.path()
+    make = {"seeded": _seeded, "zeroed": _zeroed}[name]
+    key = "-".join(f"{k}{v}" for k, v in SEEDED.items())
+    target = folder / f"{name}-{key}"
+    if not target.exists():
+        draft = target.with_name(f"{target.name}.{os.getpid()}")
+        make(draft, folder)
+        draft.rename(target)
+    return target
+
+
+def _seeded(target: Path, folder: Path) -> None:
+    seeded_qwen3_moe(target, **SEEDED)  # type: ignore[arg-type]
+
+
+def _zeroed(target: Path, folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = directory("seeded", folder)
+    shutil.copytree(source, target)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    for file in sorted(set(index["weight_map"].values())):
+        tensors = load_file(source / file)
+        for tensor_name, tensor in tensors.items():
+            if ".mlp.experts." in tensor_name:
+                tensor.zero_()
+        save_file(tensors, target / file, metadata={"format": "pt"})

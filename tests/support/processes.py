@@ -1,0 +1,54 @@
+"""Look at the processes of a server: who is left, and what they consume."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+
+import psutil
+
+
+def session_members(leader: int) -> list[psutil.Process]:
+    """Living processes of the session that process `leader` leads; zombies do not count."""
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return members
+
+
+def scheduler(leader: int, tp_rank: int) -> psutil.Process:
+    """The process of world rank `tp_rank` in the session that `leader` leads."""
+    for process in session_members(leader):
+        if re.match(rf"sglang::scheduler.*_TP{tp_rank}(_|\s|$)", " ".join(process.cmdline())):
+            return process
+    raise LookupError(f"session {leader} has no scheduler of rank {tp_rank}")
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    """CPU time that `processes` have used so far, user and system."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def wait_until(condition: Callable[[], bool], within: float, *, step: float = 0.1) -> bool:
+    """Poll `condition` until it holds or `within` seconds have passed; whether it held."""
+    deadline = time.monotonic() + within
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(step)
+    return True
+
+
+def end_session(leader: int) -> None:
+    """Kill what is left of the session that `leader` leads."""
+    for process in session_members(leader):
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue

@@ -1,0 +1,163 @@
+"""The feature table: complete rows, flags that SGLang has, tests that exist, the document made."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_afd.command_line import WHOLE_FLAGS, values
+from sglang_afd.features import DOCUMENT, FEATURES, Switch, document, refused, refused_request
+from sglang_afd.flags import OWNED
+
+ROOT = Path(__file__).resolve().parents[2]
+SWITCHES = [(feature, switch) for feature in FEATURES for switch in feature.switches]
+REFUSED = [(feature, switch) for feature, switch in SWITCHES if not feature.served]
+DUMP = """
+import argparse, json
+from sglang_afd.upstream.server import add_sglang_flags
+parser = argparse.ArgumentParser(add_help=False)
+add_sglang_flags(parser)
+actions = [
+    {"names": a.option_strings, "switch": a.nargs == 0, "default": a.default,
+     "choices": list(map(str, a.choices or [])), "dest": a.dest}
+    for a in parser._actions
+]
+print("FLAGS " + json.dumps(actions, default=str))
+"""
+
+
+@pytest.fixture(scope="module")
+def sglang_flags() -> list[dict]:
+    """Every flag of SGLang's parser, read in a process of its own."""
+    from sglang_afd.platform.defaults import cpu_environment
+
+    environment = {**os.environ, **cpu_environment(1), "SGLANG_AFD_CPU": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", DUMP], capture_output=True, text=True, env=environment
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("FLAGS ")]
+    assert lines, run.stderr
+    return json.loads(lines[0].removeprefix("FLAGS "))
+
+
+@pytest.fixture(scope="module")
+def by_name(sglang_flags: list[dict]) -> dict[str, dict]:
+    return {name: flag for flag in sglang_flags for name in flag["names"]}
+
+
+def positive(names: list[str]) -> set[str]:
+    """Names that turn something on: without the --no-... forms."""
+    return {name for name in names if not name.startswith("--no-")}
+
+
+def test_every_flag_of_the_table_is_sglangs(by_name: dict[str, dict]) -> None:
+    for feature, switch in SWITCHES:
+        assert switch.flag in by_name, f"{feature.name}: SGLang has no {switch.flag}"
+        names = positive(by_name[switch.flag]["names"])
+        assert names == {switch.flag, *switch.aliases}, f"{feature.name}: names are {names}"
+
+
+def test_every_owned_flag_is_sglangs(by_name: dict[str, dict]) -> None:
+    for spellings, _ in OWNED:
+        assert positive(by_name[spellings[0]]["names"]) == set(spellings)
+
+
+def test_values_of_the_table_are_sglangs(by_name: dict[str, dict]) -> None:
+    for _, switch in SWITCHES:
+        choices = by_name[switch.flag]["choices"]
+        if choices:
+            assert {*switch.off, *switch.only} <= set(choices), switch.flag
+        if by_name[switch.flag]["switch"]:
+            assert not switch.off and not switch.only, f"{switch.flag} takes no value"
+
+
+def test_no_default_is_refused(by_name: dict[str, dict]) -> None:
+    for _, switch in REFUSED:
+        default = by_name[switch.flag]["default"]
+        if default not in (None, False, [], ""):
+            assert not switch.turned_on_by(str(default)), f"{switch.flag} {default}"
+
+
+def test_abbreviations_are_told_from_flags(by_name: dict[str, dict]) -> None:
+    begins = {a for a in by_name for b in by_name if a != b and b.startswith(a)}
+    assert begins == WHOLE_FLAGS
+
+
+@pytest.mark.parametrize(("feature", "switch"), REFUSED, ids=lambda x: getattr(x, "flag", ""))
+def test_every_refused_flag_is_refused(feature, switch: Switch) -> None:
+    value = switch.only[0] if switch.only else "2"
+    for name in (switch.flag, *switch.aliases):
+        for args in ([name, value], [f"{name}={value}"]):
+            (asked,) = refused(args, {})
+            assert asked == (feature, f"{switch.flag} {value}")
+    for value in switch.off:
+        assert not list(refused([switch.flag, value], {}))
+
+
+def test_a_switch_without_value_is_refused() -> None:
+    (asked,) = refused(["--enable-torch-compile", "--port", "1"], {})
+    assert asked.by == "--enable-torch-compile"
+
+
+def test_earlier_values_count_too() -> None:
+    args = ["--cuda-graph-backend-decode", "full", "--cuda-graph-backend-decode", "disabled"]
+    assert [asked.by for asked in refused(args, {})] == ["--cuda-graph-backend-decode full"]
+
+
+def test_served_flags_are_not_refused() -> None:
+    for feature, switch in SWITCHES:
+        if feature.served:
+            args = [switch.flag, switch.only[0] if switch.only else "1"]
+            assert values(args, switch.flag) and not list(refused(args, {}))
+
+
+@pytest.mark.parametrize("variable", [name for f in FEATURES for name in f.environment])
+def test_every_refused_variable_is_refused(variable: str) -> None:
+    for value in ("1", "true", "8000"):
+        assert [asked.by for asked in refused([], {variable: value})] == [f"{variable}={value}"]
+    for value in ("", "0", "False"):
+        assert not list(refused([], {variable: value}))
+
+
+def test_rows_are_complete() -> None:
+    names = [feature.name for feature in FEATURES]
+    assert len(names) == len(set(names))
+    for feature in FEATURES:
+        assert feature.served or (feature.reason and feature.mend), feature.name
+        assert not feature.served or not feature.mend, feature.name
+        for text in (feature.reason, feature.mend):
+            assert "|" not in text and not text.endswith("."), feature.name
+        if not feature.served:
+            assert feature.switches or feature.requests or feature.environment, feature.name
+    assert sum(feature.served for feature in FEATURES) > 10
+
+
+@pytest.mark.parametrize("test", sorted({f.test for f in FEATURES if f.served}))
+def test_served_rows_name_tests_that_exist(test: str) -> None:
+    file, _, name = test.partition("::")
+    tree = ast.parse((ROOT / file).read_text())
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_document_is_up_to_date() -> None:
+    assert DOCUMENT.read_text() == document(), "run: python -m sglang_afd.features"
+
+
+def test_document_has_a_row_for_each_feature() -> None:
+    text = document()
+    for feature in FEATURES:
+        rows = [line for line in text.splitlines() if line.startswith(f"| {feature.name} |")]
+        assert len(rows) == 1 and rows[0].count("|") == 5, feature.name
+
+
+def test_refused_requests_are_found() -> None:
+    assert refused_request("/update_weights_from_disk").name.startswith("Weight updates")
+    for request in ("/flush_cache", "/nothing"):
+        with pytest.raises(KeyError):
+            refused_request(request)
