@@ -82,6 +82,9 @@ def _await_health(
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGABRT)  # SGLang's ranks then log where they hang
+        time.sleep(2)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
     state = "still starts" if process.poll() is None else f"ended with {process.returncode}"
     raise RuntimeError(f"{name} {state} after {timeout:g} s at most; its log ends:\n{tail}")

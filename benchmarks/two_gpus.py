@@ -1,10 +1,11 @@
 """One attention GPU and one FFN GPU over deepep: right answers, memory per role, and a real load.
 
-    python -m benchmarks.two_gpus --out benchmarks/results/DATE_two_gpus [--parts bf16 fp8 load]
+    python -m benchmarks.two_gpus --out benchmarks/results/DATE_two_gpus [--parts load]
 
-Parts: `bf16` and `fp8` compare AFD with SGLang on one GPU on a seeded checkpoint (hidden size 2048)
-whose experts matter; `load` serves Qwen3-30B-A3B's published shape with dummy weights under
-``sglang.bench_serving`` (dummy weights show that it serves and how much it holds, not its answers).
+Parts: `references` lets SGLang on one GPU continue prompts on a seeded checkpoint (hidden size
+2048) whose experts matter, in BF16 and FP8; `bf16` and `fp8` compare AFD with it; `load` serves
+Qwen3-30B-A3B's published shape with dummy weights under ``sglang.bench_serving`` (dummy weights
+show that it serves and how much it holds, not its answers).
 Each part writes its own JSON file, so one that fails leaves the others' records.
 """
 
@@ -19,17 +20,26 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.agreement import compare, continue_greedily, random_prompts, record
+from benchmarks.agreement import (
+    Continuation,
+    compare,
+    continue_greedily,
+    random_prompts,
+    record,
+)
 from benchmarks.fp8 import quantise_checkpoint
 from benchmarks.servers import Server, serve
 from tests.support.checkpoints import seeded_qwen3_moe
 
 SEED = 20261130
+DTYPES = ("bf16", "fp8")
 LENGTHS = (3, 9, 17, 33, 64, 130, 200, 300, 470, 600, 777, 900)
 TOKENS = 64
 AFD = ["--afd-attention-ranks", "1", "--afd-ffn-ranks", "1", "--afd-transport", "deepep"]
@@ -55,21 +65,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("/tmp/two_gpus"))
-    parser.add_argument("--parts", nargs="+", default=["bf16", "fp8", "load"])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
-    parts: dict[str, Callable[[Path], dict[str, Any]]] = {
-        "bf16": lambda work: agreement(work, args.out, fp8=False),
-        "fp8": lambda work: agreement(work, args.out, fp8=True),
-        "load": lambda work: load(work, args.out),
-    }
     failed = False
     for name in args.parts:
         began = time.monotonic()
         try:
-            result = parts[name](args.work)
+            result = PARTS[name](args.work, args.out)
         except Exception as error:
             failed = True
             traceback.print_exc()
@@ -77,7 +82,7 @@ def main() -> None:
         result["seconds"] = time.monotonic() - began
         text = json.dumps({"identity": identity(), "part": name, **result}, indent=1)
         (args.out / f"{name}.json").write_text(text + "\n")
-        print(f"part {name}: {result['seconds']:.0f} s\n{text[:1500]}", flush=True)
+        print(f"part {name}: {result['seconds']:.0f} s\n{text[:2500]}", flush=True)
     raise SystemExit(failed)
 
 
@@ -101,30 +106,48 @@ def _version(package: str) -> str | None:
         return None
 
 
-def agreement(work: Path, out: Path, *, fp8: bool) -> dict[str, Any]:
-    """Greedy tokens and teacher-forced ranks: AFD at 1A1F against SGLang on one GPU."""
-    name = "fp8" if fp8 else "bf16"
-    model = work / "seeded-bf16"
-    if not (model / "model.safetensors").exists():
-        seeded_qwen3_moe(model, seed=SEED, dtype=torch.bfloat16, **SHAPE)
-    if fp8:
-        model = quantise_checkpoint(model, work / "seeded-fp8")
+def references(work: Path, out: Path) -> dict[str, Any]:
+    """SGLang on one GPU, BF16 and FP8 each on a GPU of its own at the same time."""
+    bf16 = seeded_qwen3_moe(work / "bf16", seed=SEED, dtype=torch.bfloat16, **SHAPE)
+    quantise_checkpoint(bf16, work / "fp8")
+    with ThreadPoolExecutor(2) as pool:
+        return dict(
+            zip(DTYPES, pool.map(lambda i: _reference(work, out, i), range(2)), strict=True)
+        )
+
+
+def _reference(work: Path, out: Path, gpu: int) -> dict[str, Any]:
+    name = DTYPES[gpu]
     prompts = random_prompts(LENGTHS, vocab=SHAPE["vocab"], seed=SEED)
-    args = ["--model-path", str(model), "--mem-fraction-static", "0.5", *COMMON]
-    plain = [*args, "--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"]
+    args = [
+        *("--model-path", str(work / name), "--mem-fraction-static", "0.5", *COMMON),
+        *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
+    ]
     with serve(
-        f"{name}-one-gpu", plain, port=31000, logs=out, module="sglang.launch_server"
+        f"{name}-one-gpu",
+        args,
+        port=30000 + 500 * gpu,
+        logs=out,
+        module="sglang.launch_server",
+        environment={"CUDA_VISIBLE_DEVICES": str(gpu)},
     ) as server:
-        reference = continue_greedily(server, prompts, tokens=TOKENS)
-        itself = compare(server, reference, tokens=TOKENS)
-    (out / f"{name}-reference.json").write_text(json.dumps(record(reference)) + "\n")
-    with serve(f"{name}-afd", [*args, *AFD], port=32000, logs=out) as server:
+        continuations = continue_greedily(server, prompts, tokens=TOKENS)
+        itself = compare(server, continuations, tokens=TOKENS)
+    (out / f"{name}-continuations.json").write_text(json.dumps(record(continuations)) + "\n")
+    return {"start_seconds": server.start_seconds, "against_itself": itself}
+
+
+def agreement(work: Path, out: Path, name: str) -> dict[str, Any]:
+    """Greedy tokens and teacher-forced ranks: AFD at 1A1F against SGLang on one GPU."""
+    raw = json.loads((out / f"{name}-continuations.json").read_text())
+    reference = [Continuation(**entry) for entry in raw]
+    args = ["--model-path", str(work / name), "--mem-fraction-static", "0.5", *COMMON, *AFD]
+    with serve(f"{name}-afd", args, port=32000, logs=out, timeout=100) as server:
         result = compare(server, reference, tokens=TOKENS)
         holdings = server.call("/server_info")["internal_states"][0]["afd"]
     return {
         "shape": SHAPE,
         "afd_against_one_gpu": result,
-        "one_gpu_against_itself": itself,
         "start_seconds": server.start_seconds,
         "afd": holdings,
     }
@@ -178,6 +201,14 @@ def _bench(server: Server, model: Path, out: Path) -> dict[str, Any]:
     keep = ("completed", "total_output_tokens", "duration", "max_concurrency", "concurrency",
             "output_throughput", "mean_ttft_ms", "median_tpot_ms", "p99_tpot_ms")  # fmt: skip
     return {"command": command[1:], **{key: result.get(key) for key in keep}}
+
+
+PARTS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+    "references": references,
+    "bf16": partial(agreement, name="bf16"),
+    "fp8": partial(agreement, name="fp8"),
+    "load": load,
+}
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python -m sglang_afd.embedded.train --out DIR --device cpu --steps 20 --tokens-per-step 2048
 
 Writes ``DIR/model`` (the checkpoint), ``DIR/loss_curve.json`` (with what made the run) and
-``DIR/loss_curve.png`` (this needs matplotlib). Weights are kept in fp32 and trained under bf16 autocast; the checkpoint is
-bf16. ``sglang_afd.embedded.evaluate`` then says what it can do.
+``DIR/loss_curve.png`` (this needs matplotlib). Weights are kept in fp32 and trained under bf16
+autocast; the checkpoint is bf16. ``sglang_afd.embedded.evaluate`` then says what it can do.
 """
 
 from __future__ import annotations

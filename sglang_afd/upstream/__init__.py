@@ -17,10 +17,12 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         arguments,
         expert_layers,
         holdings,
+        idle,
         loading,
         memory,
         processes,
         ranks,
+        refusals,
         routing,
         step_sync,
     )
@@ -35,4 +37,6 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *loading.HOOKS,
         *memory.HOOKS,
         *holdings.HOOKS,
+        *idle.HOOKS,
+        *refusals.HOOKS,
     )

@@ -24,11 +24,15 @@ def _read_own_tensors(
                     yield name, tensors.get_tensor(name)
 
 
-HOOKS = (
+HOOKS = tuple(
     Hook(
-        "sglang.srt.model_loader.weight_utils.safetensors_weights_iterator",
+        f"sglang.srt.model_loader.weight_utils.{iterator}",
         Kind.AROUND,
         _read_own_tensors,
         "A ranks read no expert tensor, F ranks only those of their experts",
-    ),
+    )
+    for iterator in (
+        "safetensors_weights_iterator",
+        "buffered_multi_thread_safetensors_weights_iterator",
+    )
 )

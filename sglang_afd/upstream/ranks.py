@@ -97,6 +97,10 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     ) -> Any:
         if current().role is Role.ATTENTION:
             return original(runner, *args, **kwargs)
+        from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
+
+        # The one collective of all ranks inside what is left out here.
+        cuda_graph_setup.refresh_deep_gemm_layout_memory_budget(runner)
         runner.eager_runner = runner.prefill_cuda_graph_runner = None
         runner.decode_cuda_graph_runner = None
         runner.graph_memory_usage, runner.graph_time_usage = {}, {}
