@@ -25,6 +25,10 @@ from sglang_afd.topology import TopologyError
 _MODEL_FLAGS = ("--model-path", "--model")
 
 
+class Refused(ValueError):
+    """The command line cannot be right, or a gate refuses it; the message says what to do."""
+
+
 class _Request(NamedTuple):
     """A command line as read: what to start, and the facts for the gates (None: no AFD)."""
 
@@ -34,17 +38,30 @@ class _Request(NamedTuple):
 
 
 def prepare(argv: Sequence[str], *, program: str) -> Command:
+    """`resolve` for a command: exits with the message and status 2 where it raises.
+
+    Exits with 0 after ``--help``.
+    """
+    if any(arg in ("-h", "--help") for arg in argv):
+        _print_help(program)
+    try:
+        return resolve(argv, program=program)
+    except Refused as refused:
+        fail(program, str(refused))
+
+
+def resolve(argv: Sequence[str], *, program: str) -> Command:
     """Parse `argv`, add what this machine and AFD need, and export the deployment.
 
-    Exits with a message and status 2 if the command line cannot be right or a gate refuses it,
-    with 0 after ``--help``.
+    Raises:
+        Refused: the command line cannot be right, or a gate refuses it.
     """
     command, facts, on_cpu = _read(argv, program)
     args = list(command.sglang_args)
     if facts is not None:
         refused = [finding for finding in findings(facts) if not finding.passed]
         if refused:
-            fail(program, "\n  ".join(f"{f.gate}: {f.message}; {f.mend}" for f in refused))
+            raise Refused("\n  ".join(f"{f.gate}: {f.message}; {f.mend}" for f in refused))
     if on_cpu:
         from sglang_afd.platform.defaults import cpu_environment, cpu_server_args
 
@@ -63,7 +80,12 @@ def read_facts(argv: Sequence[str], *, program: str) -> Facts | None:
 
     Exits with a message and status 2 if the command line cannot be right, with 0 after ``--help``.
     """
-    return _read(argv, program).facts
+    if any(arg in ("-h", "--help") for arg in argv):
+        _print_help(program)
+    try:
+        return _read(argv, program).facts
+    except Refused as refused:
+        fail(program, str(refused))
 
 
 def fail(program: str, message: str) -> NoReturn:
@@ -73,8 +95,6 @@ def fail(program: str, message: str) -> NoReturn:
 
 
 def _read(argv: Sequence[str], program: str) -> _Request:
-    if any(arg in ("-h", "--help") for arg in argv):
-        _print_help(program)
     machine = this_machine()
     try:
         expanded = expand_config_file(argv)
@@ -83,7 +103,7 @@ def _read(argv: Sequence[str], program: str) -> _Request:
         has_deepep = not on_cpu and "deep_ep" in machine.packages
         command = parse(expanded, transport="deepep" if has_deepep else "gloo")
     except (ConfigError, TopologyError) as error:
-        fail(program, str(error))
+        raise Refused(str(error)) from error
     args = command.sglang_args if command.config is not None else list(argv)
     if not values(expanded, *_MODEL_FLAGS):
         print(f"{program}: no --model-path given, serving {embedded.DESCRIPTION}", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from typing import Any
 
 
 def install_plugins() -> None:
@@ -31,3 +32,11 @@ def add_sglang_flags(parser: argparse.ArgumentParser) -> None:
     from sglang.srt.server_args import ServerArgs
 
     ServerArgs.add_cli_args(parser)
+
+
+def make_engine(args: Sequence[str]) -> Any:
+    """SGLang's offline engine, started with the server's `args`."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import prepare_server_args
+
+    return Engine(server_args=prepare_server_args(list(args)))

@@ -1,0 +1,116 @@
+"""``python -m sglang_afd.demo``: two attention ranks, one FFN rank, one real answer.
+
+Serves the embedded model on this machine, asks its OpenAI endpoint a question, streams the answer,
+shows which rank holds what, and stops everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from sglang_afd import embedded
+from sglang_afd.observe.holdings import Holdings, size
+from sglang_afd.running import Server, ServerFailed, serve
+
+_START_TIMEOUT = 400.0
+
+
+def main() -> int:
+    """Run the demonstration; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--attention-ranks", type=int, default=2, metavar="A")
+    parser.add_argument("--ffn-ranks", type=int, default=1, metavar="F")
+    parser.add_argument("--ask", default=embedded.SAMPLE_CHAT, help="the question to ask")
+    args = parser.parse_args()
+    console = Console()
+    layout = f"{args.attention_ranks} attention ranks + {args.ffn_ranks} FFN ranks"
+    deployment = [
+        *("--afd-attention-ranks", str(args.attention_ranks)),
+        *("--afd-ffn-ranks", str(args.ffn_ranks)),
+    ]
+    logs = Path(tempfile.mkdtemp(prefix="sglang_afd-demo-"))
+    console.print(f"Starting {layout}: [bold]python -m sglang_afd.launch_server[/]", *deployment)
+    console.print(f"Model: {embedded.DESCRIPTION}.  Log: {logs}/demo.log", highlight=False)
+    status = console.status("starting")
+    status.start()
+    try:
+        with serve(
+            "demo", deployment, logs=logs, timeout=_START_TIMEOUT, tick=_progress(status.update)
+        ) as server:
+            status.stop()
+            console.print(f"Ready after {server.start_seconds:.0f} s at {server.url}\n")
+            _ask(console, server, args.ask)
+            _show(console, server)
+    except ServerFailed as error:
+        console.print(f"[bold red]{error}")
+        return 1
+    finally:
+        status.stop()
+    console.print("Stopped; no process is left.")
+    return 0
+
+
+def _progress(update: Callable[[str], None]) -> Callable[[Path], None]:
+    """Show the elapsed time and the last line of the log that a rank wrote."""
+    began = time.monotonic()
+
+    def tick(log: Path) -> None:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line[:1] == "["]
+        latest = lines[-1].partition("] ")[2][:80] if lines else "loading SGLang"
+        update(f"{time.monotonic() - began:3.0f} s  {latest}")
+
+    return tick
+
+
+def _ask(console: Console, server: Server, question: str) -> None:
+    """Ask through the OpenAI client, printing the answer as it comes."""
+    import openai
+
+    console.print(f"[bold]{question}")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    began = time.monotonic()
+    tokens = 0
+    for part in client.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=120,
+        stream=True,
+        stream_options={"include_usage": True},
+    ):
+        if part.usage is not None:
+            tokens = part.usage.completion_tokens
+        if part.choices:
+            console.print(part.choices[0].delta.content or "", end="", markup=False)
+    console.print(f"\n({tokens} tokens in {time.monotonic() - began:.1f} s)\n", highlight=False)
+
+
+def _show(console: Console, server: Server) -> None:
+    """Show what every rank holds."""
+    ranks: list[dict[str, Any]] = server.call("/server_info")["internal_states"][0]["afd"]["ranks"]
+    table = Table("rank", "experts a layer", "parameters", "weights", "KV tokens", "KV")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for rank in msgspec.convert(ranks, list[Holdings]):
+        table.add_row(
+            rank.rank,
+            str(rank.experts),
+            f"{rank.parameters:,}",
+            size(rank.weight_bytes),
+            f"{rank.kv_tokens:,}",
+            size(rank.kv_bytes),
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,61 @@
+"""`Engine`: SGLang's offline engine with AFD, without a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from sglang_afd import start
+from sglang_afd.plugin import CPU_ENV
+from sglang_afd.upstream import server
+
+
+def Engine(**arguments: Any) -> Any:
+    """Start an engine and return it: what ``sglang.Engine`` gives, over a deployment.
+
+    Args:
+        arguments: SGLang's server arguments and ``afd_*`` (``afd_attention_ranks=2``), by the names
+            of the flags.  Without ``afd_*`` this is SGLang's engine.  Without `model_path` it runs
+            the embedded model.
+
+    Raises:
+        sglang_afd.start.Refused: the arguments cannot be right, or a gate refuses them.
+        RuntimeError: SGLang was imported earlier, for another platform than it will run on.
+
+    A process holds one deployment.  As with ``sglang.Engine``, call it under
+    ``if __name__ == "__main__"``: child processes import the main module.
+    """
+    imported_before = "sglang.srt.utils" in sys.modules and os.environ.get(CPU_ENV) != "1"
+    arguments.setdefault("log_level", "error")
+    command = start.resolve(to_argv(arguments), program="Engine")
+    if imported_before and os.environ.get(CPU_ENV) == "1":
+        raise RuntimeError(
+            "SGLang was imported before sglang_afd.Engine chose the CPU platform, which it reads "
+            "at import; make the Engine first, or set SGLANG_AFD_CPU=1 before the import"
+        )
+    server.install_plugins()
+    return server.make_engine(command.sglang_args)
+
+
+def to_argv(arguments: dict[str, Any]) -> list[str]:
+    """Keyword arguments as command-line flags.
+
+    True is a switch, False and None are left out, sequences are several values, and dictionaries
+    are JSON.
+    """
+    argv: list[str] = []
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        argv.append("--" + name.replace("_", "-"))
+        if value is True:
+            continue
+        if isinstance(value, dict):
+            argv.append(json.dumps(value))
+        elif isinstance(value, list | tuple):
+            argv += [str(item) for item in value]
+        else:
+            argv.append(str(value))
+    return argv

@@ -1,0 +1,153 @@
+"""Run a server as a child of this process, talk to it, and leave no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_HIGHEST_PORT_USED = 400
+"""SGLang takes ports up to this far above its HTTP port."""
+
+
+class ServerFailed(RuntimeError):
+    """A server ended, or was not healthy in time; the message ends with its log's last lines."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    name: str
+    port: int
+    start_seconds: float
+    log: Path
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def call(self, path: str, body: dict[str, Any] | None = None, timeout: float = 300) -> Any:
+        """GET `path`, or POST `body` to it; the decoded JSON answer."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return json.loads(answer.read())
+
+
+@contextmanager
+def serve(
+    name: str,
+    args: Sequence[str],
+    *,
+    logs: Path,
+    port: int | None = None,
+    module: str = "sglang_afd.launch_server",
+    environment: dict[str, str] | None = None,
+    timeout: float = 300,
+    tick: Callable[[Path], None] = lambda log: None,
+) -> Iterator[Server]:
+    """Run ``python -m module args`` until the block ends.
+
+    Args:
+        logs: folder for ``name.log``, the server's output.
+        tick: called with the log about twice a second while the server starts.
+
+    Raises:
+        ServerFailed: the server ended, or was not healthy within `timeout` seconds.
+    """
+    log = logs / f"{name}.log"
+    port = free_port() if port is None else port
+    began = time.monotonic()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, "--port", str(port), *args],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+    try:
+        _await_health(process, name, port, log, timeout, tick)
+        yield Server(name, port, time.monotonic() - began, log)
+    finally:
+        _end(process)
+
+
+def free_port() -> int:
+    """A port for a server, with room above it for those that SGLang derives."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        if port + _HIGHEST_PORT_USED < 65536:
+            return port
+
+
+def _await_health(
+    process: subprocess.Popen[bytes],
+    name: str,
+    port: int,
+    log: Path,
+    timeout: float,
+    tick: Callable[[Path], None],
+) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10):
+                return
+        except (urllib.error.URLError, OSError):
+            tick(log)
+            time.sleep(0.5)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGABRT)  # SGLang's ranks then log where they hang
+        time.sleep(2)
+        state = f"was not healthy within {timeout:g} s"
+    else:
+        state = f"ended with {process.returncode}"
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+    raise ServerFailed(f"{name} {state}; its log {log} ends:\n{tail}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the server's whole process group.
+
+    Raises:
+        ServerFailed: a process of it survives even SIGKILL.
+    """
+    for first, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 15.0)):
+        sign: int = first
+        deadline = time.monotonic() + patience
+        while _signal_group(process, sign):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+            sign = 0 if sign == signal.SIGTERM else sign
+        else:
+            return
+    raise ServerFailed(f"processes of group {process.pid} survive; end them by hand")
+
+
+def _signal_group(process: subprocess.Popen[bytes], sign: int) -> bool:
+    """Send `sign` (0: nothing) to the server's processes; False if there is none left."""
+    process.poll()  # reap the first of them, or it stays in the group as a zombie
+    try:
+        os.killpg(process.pid, sign)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,41 @@
+"""The README's commands, flags, files and make targets exist."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from sglang_afd.flags import add_flags
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "\n".join(path.read_text() for path in DOCUMENTS)
+
+
+@pytest.mark.parametrize("module", sorted(set(re.findall(r"python -m (sglang_afd[\w.]*)", TEXT))))
+def test_module_exists(module: str) -> None:
+    assert importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.parametrize("flag", sorted(set(re.findall(r"--afd-[a-z-]*[a-z]", TEXT))))
+def test_flag_exists(flag: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    assert flag in parser._option_string_actions
+
+
+@pytest.mark.parametrize(
+    "target", sorted(set(re.findall(r"make (demo|test[\w-]*|setup|lint)", TEXT)))
+)
+def test_make_target_exists(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+        assert (document.parent / link).exists(), link
