@@ -120,3 +120,12 @@ def fingerprint(facts: dict[str, object]) -> int:
     """A 62-bit hash of `facts`, equal on all ranks whose facts are; fits a signed int64."""
     canonical = msgspec.json.encode(facts, order="deterministic")
     return int.from_bytes(hashlib.sha256(canonical).digest()[:8], "big") >> 2
+
+
+def differences(here: dict[str, object], there: dict[str, object]) -> list[str]:
+    """What differs between two descriptions that must be equal, a phrase for each field."""
+    return [
+        f"{key} is {here.get(key)} here and {there.get(key)} there"
+        for key in sorted({*here, *there})
+        if here.get(key) != there.get(key)
+    ]

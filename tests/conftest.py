@@ -77,7 +77,7 @@ def _layout(item: pytest.Item) -> Layout | None:
 @pytest.fixture(scope="session")
 def cache_folder(pytestconfig: pytest.Config) -> Path:
     """A folder that outlives the session."""
-    return pytestconfig.cache.mkdir("sglang_afd")  # type: ignore[union-attr]
+    return pytestconfig.cache.mkdir("sglang_afd")
 
 
 @pytest.fixture(scope="session")

@@ -9,18 +9,17 @@ from typing import Any
 
 from sglang_afd.config import AfdConfig
 from sglang_afd.topology import Role
+from sglang_afd.upstream import handshake
+from sglang_afd.upstream.handshake import StartError
 from sglang_afd.upstream.hooks import Hook, Kind
 
 _ENGINE = "sglang.srt.entrypoints.engine"
 _CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController"
 
 
-class StartError(RuntimeError):
-    """A rank did not come up; the message names the rank and where to look."""
-
-
 def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     """Hooks of the launching process and the DP controller."""
+    deadline = 0.0
 
     def local_rank_ranges(
         original: Callable[..., tuple[Any, Any, int, int]], node_rank: int
@@ -28,6 +27,13 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         pp_ranks, _, pp_size_per_node, _ = original(node_rank)
         ranks = config.local_ranks()
         return pp_ranks, ranks, pp_size_per_node, len(ranks)
+
+    def exchange_worker_ports(
+        controller: Any, server_args: Any, worker_ports: list[int] | None = None
+    ) -> list[int]:
+        nonlocal deadline
+        deadline = time.monotonic() + config.startup_timeout
+        return handshake.worker_ports(config, controller, worker_ports, deadline)
 
     def launch_ranks(
         controller: Any,
@@ -38,7 +44,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         worker_ports: list[int] | None = None,
     ) -> None:
         readers = _hand_out_ranks(config, controller, server_args, port_args, worker_ports)
-        infos = _await_ready(config, readers)
+        infos = _await_ready(config, readers, deadline)
         controller._record_scheduler_init_infos([infos[rank] for rank in sorted(infos)])
 
     def skip_peer_ports(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -51,6 +57,12 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             Kind.AROUND,
             local_rank_ranges,
             "a command starts its role's ranks, which need not be an equal share of the world",
+        ),
+        Hook(
+            f"{_CONTROLLER}._broadcast_worker_ports",
+            Kind.REPLACE,
+            exchange_worker_ports,
+            "two commands meet here: within the start-up time, and with the same --afd-* flags",
         ),
         Hook(
             f"{_CONTROLLER}.launch_tensor_parallel_group",
@@ -88,17 +100,18 @@ def _hand_out_ranks(
     return readers
 
 
-def _await_ready(config: AfdConfig, readers: dict[int, Any]) -> dict[int, dict[str, Any]]:
+def _await_ready(
+    config: AfdConfig, readers: dict[int, Any], deadline: float
+) -> dict[int, dict[str, Any]]:
     """Wait until every rank of this command reported that it is ready.
 
     Raises:
         StartError: a rank ended, or the start-up time ran out.
     """
-    deadline = time.monotonic() + config.startup_timeout
     waiting = {reader: rank for rank, reader in readers.items()}
     infos: dict[int, dict[str, Any]] = {}
     while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        ready: list[Any] = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             late = ", ".join(config.topology.name_of(rank) for rank in sorted(waiting.values()))
             raise StartError(

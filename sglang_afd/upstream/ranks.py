@@ -168,16 +168,12 @@ def verify_agreement(context: RankContext, group: Any) -> None:
     """
     import torch.distributed as dist
 
-    from sglang_afd.config import ConfigError
+    from sglang_afd.config import ConfigError, differences
 
     everyone: list[dict[str, object]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, context.agreement, group=group)
     for rank, theirs in enumerate(everyone):
-        differing = [
-            f"{key} is {context.agreement.get(key)} here and {theirs.get(key)} there"
-            for key in sorted({*context.agreement, *theirs})
-            if context.agreement.get(key) != theirs.get(key)
-        ]
+        differing = differences(context.agreement, theirs)
         if differing:
             raise ConfigError(
                 f"{context.name} and {context.topology.name_of(rank)} are configured differently: "

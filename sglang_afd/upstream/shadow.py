@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 
@@ -24,7 +23,7 @@ class _View:
 
 
 @contextmanager
-def parallel_view(module: ModuleType, **values: Any) -> Iterator[None]:
+def parallel_view(module: Any, **values: Any) -> Iterator[None]:
     """Inside the block, `module` reads `values` from its ``get_parallel()``."""
     original = module.get_parallel
     module.get_parallel = lambda: _View(original(), values)

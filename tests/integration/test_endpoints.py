@@ -165,7 +165,7 @@ def test_profile(world: World, tmp_path: Path) -> None:
     world.generate(prompts([10], seed=47)[0], 3)
     assert world.post("/stop_profile").status_code == 200
     traces = sorted(tmp_path.glob("*.trace.json.gz"))
-    assert [re.search(r"TP-(\d)", trace.name)[1] for trace in traces] == ["0", "1", "2"]
+    assert [re.findall(r"TP-(\d)", trace.name) for trace in traces] == [["0"], ["1"], ["2"]]
     for trace in traces:
         names = {
             event.get("name")

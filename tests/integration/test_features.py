@@ -188,8 +188,12 @@ def test_structured_output(world: World, kind: str) -> None:
 
 @on(SMALL)
 def test_structured_chat(world: World) -> None:
-    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
-    schema["additionalProperties"] = False
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     body = world.chat("A number, please.", response_format=form, max_tokens=48)
     assert json.loads(body["choices"][0]["message"]["content"])["n"] in (1, 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class Client:
 
     def stream(
         self, prompt: str | Sequence[int], max_new_tokens: int, **fields: Any
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Generator[dict[str, Any], None, None]:
         """Stream ``/generate``: the body after every chunk.  Closing the iterator hangs up."""
         body = request_body(prompt, max_new_tokens, stream=True, **fields)
         with self.post("/generate", body, stream=True) as response:

@@ -44,7 +44,7 @@ def directory(name: str, folder: Path) -> Path:
 
 
 def _seeded(target: Path, folder: Path) -> None:
-    seeded_qwen3_moe(target, **SEEDED)  # type: ignore[arg-type]
+    seeded_qwen3_moe(target, **SEEDED)
 
 
 def _zeroed(target: Path, folder: Path) -> None:

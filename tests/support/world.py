@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -26,6 +26,16 @@ STOP = 40.0  # seconds; SGLang polls for SIGTERM every 5 s, then drains and ends
 _PORT_SPAN = 260
 _FIRST_PORT, _LAST_PORT = 20000, 32000  # below the range that the kernel hands out
 _DERIVED = (0, *range(233, 250))
+
+
+class Launcher(Protocol):
+    """What starts a server: a zygote, or the command itself."""
+
+    def fork(self, argv: Sequence[str], log: Path, env: Mapping[str, str]) -> int:
+        """Start ``launch_server`` with `argv` in a session of its own; return its pid."""
+
+    def exit_code(self, pid: int) -> int | None:
+        """How the launcher `pid` ended (negative: the signal), or None while it runs."""
 
 
 class Zygote:
@@ -89,7 +99,7 @@ class World(Client):
 
     def __init__(
         self,
-        zygote: Zygote,
+        launcher: Launcher,
         argv: Sequence[str],
         log: Path,
         *,
@@ -97,9 +107,9 @@ class World(Client):
         env: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(free_port() if port is None else port)
-        self._zygote, self.log_path = zygote, log
+        self._launcher, self.log_path = launcher, log
         log.write_text("")  # not what an earlier server has left there
-        self.pid = zygote.fork([*argv, "--port", str(self.port)], log, env or {})
+        self.pid = launcher.fork([*argv, "--port", str(self.port)], log, env or {})
 
     @property
     def log(self) -> str:
@@ -109,7 +119,7 @@ class World(Client):
     @property
     def exit_code(self) -> int | None:
         """How the launcher ended (negative: the signal), or None while it runs."""
-        return self._zygote.exit_code(self.pid)
+        return self._launcher.exit_code(self.pid)
 
     def processes(self) -> list[psutil.Process]:
         """Living processes of this server, the launcher included."""

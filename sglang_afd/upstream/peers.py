@@ -1,0 +1,106 @@
+"""A rank that is lost is noticed in bounded time, and named.
+
+Whichever rank dies or hangs, the others notice in one of three places: the exchange of a layer
+(bounded and named by the transport), the step's synchronisation, or the broadcast of requests; the
+latter two are SGLang's and would wait for two hours.  The command that started a rank then says how
+it ended: an FFN command too, which SGLang lets end as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from sglang_afd.config import AfdConfig
+from sglang_afd.context import current
+from sglang_afd.dispatch.transport import ExchangeError
+from sglang_afd.upstream.hooks import Hook, Kind
+
+logger = logging.getLogger(__name__)
+
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+
+
+def hooks(config: AfdConfig) -> tuple[Hook, ...]:
+    """Hooks of scheduler processes and of the process that starts them."""
+    started: list[tuple[str, Any]] = []  # this command's ranks: name and process
+
+    def bound_waits(scheduler: Any) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        backend = get_parallel().tp_group.cpu_group._get_backend(torch.device("cpu"))
+        backend._set_default_timeout(timedelta(seconds=config.exchange_timeout))
+
+    def name_this_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"{current().name} lost a peer between steps (waits are bounded by "
+                f"--afd-exchange-timeout, {config.exchange_timeout:g} s): {error}; the log of the "
+                f"rank that ended or hung first names the cause; restart the deployment"
+            ) from error
+
+    def remember_ranks(result: tuple[Any, list[Any]], *args: Any, **kwargs: Any) -> None:
+        outcome, processes = result
+        names = [config.topology.name_of(rank) for rank in config.local_ranks()]
+        started[:] = zip(names, processes[1:], strict=True)  # the first is the DP controller
+        wait_for_end = outcome.block_until_scheduler_exits
+
+        def wait_and_report() -> None:
+            wait_for_end()
+            if _report(started):
+                raise SystemExit(1)
+
+        outcome.block_until_scheduler_exits = wait_and_report
+
+    def report_ended(*args: Any, **kwargs: Any) -> None:
+        _report(started)
+
+    return (
+        Hook(
+            "sglang.srt.managers.scheduler.Scheduler.run_event_loop",
+            Kind.BEFORE,
+            bound_waits,
+            "between steps ranks wait for each other for two hours, in the start for weights",
+        ),
+        Hook(
+            f"{_COMPONENTS}.dp_attn.exchange_sync_rows",
+            Kind.AROUND,
+            name_this_rank,
+            "gloo's error names no rank",
+        ),
+        Hook(
+            f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._broadcast_reqs_across_ranks",
+            Kind.AROUND,
+            name_this_rank,
+            "gloo's error names no rank",
+        ),
+        Hook(
+            f"{_ENGINE}._launch_scheduler_processes",
+            Kind.AFTER,
+            remember_ranks,
+            "a command whose rank died ends with an error, an FFN command too",
+        ),
+        Hook(
+            "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler",
+            Kind.BEFORE,
+            report_ended,
+            "what a rank died of is known here alone if it was killed",
+        ),
+    )
+
+
+def _report(ranks: list[tuple[str, Any]]) -> bool:
+    """Log how each of `ranks` that failed has ended; whether any has."""
+    failed = [(name, process.exitcode) for name, process in ranks if process.exitcode]
+    for name, code in failed:
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        logger.error("%s %s; its peers end with it: restart the deployment", name, how)
+    return bool(failed)
