@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any
 
 from sglang_afd import start
@@ -27,7 +26,7 @@ def Engine(**arguments: Any) -> Any:
     A process holds one deployment.  As with ``sglang.Engine``, call it under
     ``if __name__ == "__main__"``: child processes import the main module.
     """
-    imported_before = "sglang.srt.utils" in sys.modules and os.environ.get(CPU_ENV) != "1"
+    imported_before = server.is_imported() and os.environ.get(CPU_ENV) != "1"
     arguments.setdefault("log_level", "error")
     command = start.resolve(to_argv(arguments), program="Engine")
     if imported_before and os.environ.get(CPU_ENV) == "1":

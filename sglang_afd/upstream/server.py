@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
+
+
+def is_imported() -> bool:
+    """Whether this process has SGLang's runtime, and with it its platform, already."""
+    return "sglang.srt.utils" in sys.modules
 
 
 def install_plugins() -> None:
