@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.servers import Server
+from sglang_afd.running import Server
 
 NEAR_TIE = 0.25
 """Nats by which the top token may lead the reference's for their difference to be a near-tie."""

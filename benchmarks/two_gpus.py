@@ -35,7 +35,7 @@ from benchmarks.agreement import (
     record,
 )
 from benchmarks.fp8 import quantise_checkpoint
-from benchmarks.servers import Server, serve
+from sglang_afd.running import Server, serve
 from tests.support.checkpoints import seeded_qwen3_moe
 
 SEED = 20261130
@@ -142,7 +142,7 @@ def agreement(work: Path, out: Path, name: str) -> dict[str, Any]:
     raw = json.loads((out / f"{name}-continuations.json").read_text())
     reference = [Continuation(**entry) for entry in raw]
     args = ["--model-path", str(work / name), "--mem-fraction-static", "0.5", *COMMON, *AFD]
-    with serve(f"{name}-afd", args, port=32000, logs=out, timeout=100) as server:
+    with serve(f"{name}-afd", args, port=32000, logs=out) as server:
         result = compare(server, reference, tokens=TOKENS)
         holdings = server.call("/server_info")["internal_states"][0]["afd"]
     return {

@@ -58,7 +58,7 @@ def serve(
     port: int | None = None,
     module: str = "sglang_afd.launch_server",
     environment: dict[str, str] | None = None,
-    timeout: float = 300,
+    timeout: float = 400,
     tick: Callable[[Path], None] = lambda log: None,
 ) -> Iterator[Server]:
     """Run ``python -m module args`` until the block ends.
