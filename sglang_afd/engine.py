@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_afd import start
 from sglang_afd.plugin import CPU_ENV
+from sglang_afd.running import free_port
 from sglang_afd.upstream import server
 
 
@@ -28,6 +29,7 @@ def Engine(**arguments: Any) -> Any:
     """
     imported_before = server.is_imported() and os.environ.get(CPU_ENV) != "1"
     arguments.setdefault("log_level", "error")
+    arguments.setdefault("port", free_port())  # ranks take ports next to it; none is served
     command = start.resolve(to_argv(arguments), program="Engine")
     if imported_before and os.environ.get(CPU_ENV) == "1":
         raise RuntimeError(

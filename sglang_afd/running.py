@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_HIGHEST_PORT_USED = 400
-"""SGLang takes ports up to this far above its HTTP port."""
+from sglang_afd.addresses import port_problem
+from sglang_afd.upstream.ports import LOOPBACK, one_command_ports
 
 
 class ServerFailed(RuntimeError):
@@ -89,13 +89,18 @@ def serve(
 
 
 def free_port() -> int:
-    """A port for a server, with room above it for those that SGLang derives."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        if port + _HIGHEST_PORT_USED < 65536:
+    """A port for a server of which the ports that SGLang derives are free too.
+
+    It lies below the range that the system hands out by itself.
+    """
+    for port in random.sample(range(10000, 30000), 1000):
+        if not any(port_problem(LOOPBACK, p) for p in (port, *_derived(port))):
             return port
+    raise ServerFailed("this machine has no free ports between 10000 and 30000")
+
+
+def _derived(port: int) -> list[int]:
+    return [derived.port for derived in one_command_ports(port)]
 
 
 def _await_health(
