@@ -22,12 +22,18 @@ _measured: dict[str, int] = {}
 _holdings: list[Holdings] = []
 
 
-def measure_buffers(make: Callable[[], Any]) -> Any:
-    """Make the transport and note how much device memory it took."""
+def measure_buffers(make: Callable[[], Any], group: Any) -> Any:
+    """Make the transport and note how much device memory it took.
+
+    Args:
+        group: the process group that the transport is made over.
+    """
     if not torch.cuda.is_available():
         transport = make()
         _measured["buffers"] = 0  # gloo's tensors live for the length of a round
         return transport
+    # Creates the group's communicator, whose memory is not the transport's.
+    torch.distributed.barrier(group)
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     transport = make()

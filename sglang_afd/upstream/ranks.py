@@ -64,7 +64,8 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
                 dtype=scheduler.model_config.dtype,
                 fp8=scheduler.model_config.quantization == "fp8",
                 group=group,
-            )
+            ),
+            group,
         )
         exchange = AttentionExchange(context, transport)
         expert_layers.connect(exchange)
