@@ -4,7 +4,7 @@
     python -m sglang_afd.embedded.train --out DIR --device cpu --steps 20 --tokens-per-step 2048
 
 Writes ``DIR/model`` (the checkpoint), ``DIR/loss_curve.json`` (with what made the run) and
-``DIR/loss_curve.png`` (this needs matplotlib). Weights are kept in fp32 and trained under bf16
+``DIR/loss_curve.png`` (matplotlib draws it). Weights are kept in fp32 and trained under bf16
 autocast; the checkpoint is bf16. ``sglang_afd.embedded.evaluate`` then says what it can do.
 """
 

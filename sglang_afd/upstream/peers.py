@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ from sglang_afd.upstream.hooks import Hook, Kind
 
 logger = logging.getLogger(__name__)
 
+_DYING = 1.0  # seconds that a killed process may take to be gone
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 
@@ -61,6 +63,10 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         outcome.block_until_scheduler_exits = wait_and_report
 
     def report_ended(*args: Any, **kwargs: Any) -> None:
+        # Peers of a killed rank see its connections go before its parent sees it end.
+        deadline = time.monotonic() + _DYING
+        while not any(process.exitcode for _, process in started) and time.monotonic() < deadline:
+            time.sleep(0.02)
         _report(started)
 
     return (

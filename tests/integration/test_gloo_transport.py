@@ -1,0 +1,145 @@
+"""The `gloo` transport between real processes: exact, repeatable, and loud when a peer is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_afd.topology import Topology
+from tests.support import exchange_world as world
+from tests.support.exchange_world import CAP, FACTS, Failing, Output, Run
+from tests.support.processes import wait_until
+from tests.support.seeds import fresh_seed
+
+pytestmark = pytest.mark.integration
+
+STEPS = 24
+TIMEOUT = 30.0
+SHORT = 2.0  # seconds, where a peer is gone
+WORLDS = [
+    Topology(1, 1),
+    Topology(2, 1),
+    Topology(2, 2),
+    Topology(3, 1),
+    Topology(1, 1, attention_tp=2),
+    Topology(2, 1, attention_tp=2),
+]
+
+
+def exchange(folder: Path, runs: list[Run], jitter: int) -> list[Output]:
+    """What every rank of a fresh world saw of `runs`."""
+    folder.mkdir()
+    size = runs[0].topology.world_size
+    processes = world.launch(world.exchange, size, str(folder), runs, TIMEOUT, jitter)
+    try:
+        for process in processes:
+            process.join(120)
+        assert [process.exitcode for process in processes] == [0] * size
+    finally:
+        world.end(processes)
+    return [world.load(folder, rank) for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    "topology", WORLDS, ids=lambda t: f"{t.attention_ranks}A{t.ffn_ranks}F-tp{t.attention_tp}"
+)
+def test_rows_come_back_as_from_one_process(tmp_path: Path, topology: Topology) -> None:
+    seed = fresh_seed()
+    runs = [Run(topology, dtype, seed, STEPS) for dtype in (torch.float32, torch.bfloat16)]
+    outputs = exchange(tmp_path / "first", runs, jitter=seed)
+
+    for number, run in enumerate(runs):
+        for rank in topology.attention_world:
+            for step in range(STEPS):
+                for layer in FACTS.layers:
+                    _check(run, outputs[rank].results[number, step, layer], step, layer, rank)
+        for rank in topology.ffn_world:
+            got = [rows for number_, rows in outputs[rank].received if number_ == number]
+            assert got == _rows_of_rounds(run, rank)
+
+    again = exchange(tmp_path / "again", runs, jitter=seed + 1)
+    for rank in topology.attention_world:
+        assert list(again[rank].results) == list(outputs[rank].results)
+        for place, result in outputs[rank].results.items():
+            other = again[rank].results[place]
+            assert torch.equal(other.view(torch.uint8), result.view(torch.uint8)), place
+
+
+def _check(run: Run, result: torch.Tensor, step: int, layer: int, rank: int) -> None:
+    expected, terms = world.reference(run, step, layer, rank)
+    assert (result.dtype, result.shape) == (run.dtype, (run.rows(step)[rank], FACTS.hidden_size))
+    error = (result.float() - expected).abs()
+    if run.dtype is torch.float32:
+        assert (error <= 1e-5 * expected.abs().clamp(min=1)).all(), error.max()
+    else:  # F rounds each partial sum and A the total, to 8 bits each
+        assert (error <= 2**-7 * terms + 1e-5).all(), (error / terms).max()
+
+
+def _rows_of_rounds(run: Run, rank: int) -> list[int]:
+    """Rows that F rank `rank` must receive in every round: a token once, if it wants an expert."""
+    owned = run.topology.experts_of(rank, FACTS.num_experts)
+    wanted = []
+    for step in range(run.steps):
+        for layer in FACTS.layers:
+            ids = [
+                run.inputs(step, layer, peer).expert_ids for peer in run.topology.attention_world
+            ]
+            hits = [((i >= owned.start) & (i < owned.stop)).any(dim=1) for i in ids]
+            for start in range(0, max(run.rows(step)), CAP):
+                wanted.append(sum(int(hit[start : start + CAP].sum()) for hit in hits))
+    return wanted
+
+
+def test_the_steps_of_a_run_have_every_hard_case() -> None:
+    """The runs above are random: show that they contain what they are to test."""
+    run = Run(Topology(2, 2), torch.float32, fresh_seed(), STEPS)
+    half = FACTS.num_experts // 2
+    idle = one_owner = no_expert = empty_places = several_rounds = False
+    for step in range(STEPS):
+        rows = run.rows(step)
+        idle |= 0 in rows[:2] and any(rows)
+        several_rounds |= max(rows) > CAP
+        for rank in run.topology.attention_world:
+            ids = run.inputs(step, 0, rank).expert_ids
+            used = ids[ids >= 0]
+            one_owner |= used.numel() > 3 and len(set((used // half).tolist())) == 1
+            no_expert |= bool((ids < 0).all(dim=1).any())
+            empty_places |= bool((ids < 0).any())
+    assert idle and one_owner and no_expert and empty_places and several_rounds
+
+
+@pytest.mark.parametrize(
+    ("failing", "doing"),
+    [
+        (Failing(2, "hangs"), "sending rows to"),
+        (Failing(2, "hangs", replying=True), "waiting for rows of"),
+        (Failing(2, "dies"), ""),
+        (Failing(2, "dies", replying=True), "waiting for rows of"),
+        (Failing(0, "hangs"), "waiting for rows of"),
+        (Failing(0, "dies"), "waiting for rows of"),
+    ],
+    ids=["F-hangs", "F-hangs-late", "F-dies", "F-dies-late", "A-hangs", "A-dies"],
+)
+def test_a_peer_that_is_gone_is_named_within_the_timeout(
+    tmp_path: Path, failing: Failing, doing: str
+) -> None:
+    topology = Topology(2, 1)
+    waiting = [0, 1] if failing.rank == 2 else [2]
+    processes = world.launch(world.fail, 3, str(tmp_path), failing, SHORT)
+    reports = [tmp_path / f"rank{rank}.txt" for rank in waiting]
+    try:
+        assert wait_until(lambda: all(report.exists() for report in reports), 90)
+    finally:
+        world.end(processes)
+    for rank, report in zip(waiting, reports, strict=True):
+        took, _, message = report.read_text().partition("\n")
+        start = f"{topology.name_of(rank)} failed {doing}"
+        assert message.startswith(start), message
+        assert topology.name_of(failing.rank) in message
+        assert f"within {SHORT:g} s (--afd-exchange-timeout)" in message
+        assert "check that the peer is alive" in message
+        assert float(took) < SHORT + 2
+        if failing.how == "hangs":
+            assert float(took) > SHORT / 2

@@ -1,0 +1,148 @@
+"""The A side of a layer, over a transport that only records: rounds, order, and its refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sglang_afd.attention.exchange import AttentionExchange
+from sglang_afd.config import AfdConfig
+from sglang_afd.context import RankContext
+from sglang_afd.dispatch.step_plan import StepKind, StepPlan
+from sglang_afd.dispatch.transport import RoutedRows
+from sglang_afd.families import FAMILIES, MoeFacts
+
+pytestmark = pytest.mark.unit
+
+H, K = 4, 2
+CAP = 3
+CONFIG = AfdConfig(attention_ranks=2, ffn_ranks=1, max_tokens_per_rank=CAP)
+FACTS = MoeFacts((0, 1), num_experts=4, top_k=K, hidden_size=H, intermediate_size=8)
+
+
+class Recorder:
+    """Combines to ``2 * hidden + first expert id + first weight`` of what was dispatched."""
+
+    def __init__(self) -> None:
+        self.sent: list[RoutedRows] = []
+        self.waiting: list[RoutedRows] = []
+
+    def dispatch(self, rows: RoutedRows) -> RoutedRows:
+        assert not self.waiting, "a round began before the last one was combined"
+        self.sent.append(rows)
+        self.waiting.append(rows)
+        return rows
+
+    def combine(self, handle: RoutedRows) -> torch.Tensor:
+        assert self.waiting.pop() is handle
+        return answer(handle)
+
+
+def answer(rows: RoutedRows) -> torch.Tensor:
+    return 2 * rows.hidden + rows.expert_ids[:, :1] + rows.weights[:, :1]
+
+
+def make(rank: int = 0, *, serving: bool = True) -> tuple[RankContext, Recorder, AttentionExchange]:
+    context = RankContext(CONFIG, rank, FAMILIES["Qwen3MoeForCausalLM"], FACTS, {}, serving)
+    transport = Recorder()
+    return context, transport, AttentionExchange(context, transport)
+
+
+def plan(*rows: int) -> StepPlan:
+    return StepPlan(11, (StepKind.EXTEND,) * 3, (*rows, 0), CAP)
+
+
+def some_rows(count: int) -> RoutedRows:
+    """Rows that all differ, whatever part of them is looked at."""
+    places = torch.arange(count, dtype=torch.float32).unsqueeze(1)
+    ids = torch.arange(count * K).view(count, K)
+    return RoutedRows(places * 100 + torch.arange(H), ids, ids.float() / 1024)
+
+
+@pytest.mark.parametrize("inside_step", [True, False])
+def test_a_warm_up_gives_zeros_and_sends_nothing(inside_step: bool) -> None:
+    _, transport, exchange = make(serving=False)
+    hidden, ids, weights = some_rows(5)
+    hidden = hidden.to(torch.bfloat16)
+    if inside_step:
+        with exchange.step():
+            output = exchange(hidden, ids, weights)
+    else:
+        output = exchange(hidden, ids, weights)
+    assert output.shape == hidden.shape and output.dtype == hidden.dtype
+    assert not output.any()
+    assert transport.sent == []
+
+
+@given(st.integers(0, 20), st.integers(1, 20), st.sampled_from([0, 1]))
+@example(0, 1, 0)
+@example(CAP, CAP + 1, 0)
+def test_rounds_send_all_rows_in_order_and_join_their_results(
+    own: int, other: int, rank: int
+) -> None:
+    context, transport, exchange = make(rank)
+    context.plan = plan(own, other) if rank == 0 else plan(other, own)
+    rows = some_rows(own)
+    with exchange.step():
+        outputs = [exchange(*rows) for _ in FACTS.layers]
+    rounds = -(-max(own, other) // CAP)
+    assert len(transport.sent) == len(FACTS.layers) * rounds  # also those without own rows
+    for layer, output in enumerate(outputs):
+        sent = transport.sent[layer * rounds : (layer + 1) * rounds]
+        assert all(part.hidden.shape[0] <= CAP for part in sent)
+        for whole, parts in zip(rows, zip(*sent, strict=True), strict=True):
+            assert torch.equal(torch.cat(parts), whole)
+        assert torch.equal(output, answer(rows))
+
+
+@pytest.mark.parametrize("count", [0, 4, 6])
+def test_other_rows_than_announced_are_refused_and_not_sent(count: int) -> None:
+    context, transport, exchange = make(1)
+    context.plan = plan(4, 5)
+    with pytest.raises(RuntimeError) as refusal, exchange.step():
+        exchange(*some_rows(count))
+    assert "attention rank 1 (world rank 1) announced 5 rows for step 11" in str(refusal.value)
+    assert str(refusal.value).endswith(f"got {count}")
+    assert transport.sent == []
+
+
+@pytest.mark.parametrize("run", [0, 1])
+def test_a_forward_that_leaves_out_layers_is_refused(run: int) -> None:
+    context, _, exchange = make()
+    context.plan = plan(2, 0)
+    with pytest.raises(RuntimeError) as refusal, exchange.step():
+        for _ in range(run):
+            exchange(*some_rows(2))
+    message = str(refusal.value)
+    assert f"attention rank 0 (world rank 0) left out {2 - run} of 2 MoE layers" in message
+    assert "step 11" in message
+
+
+def test_a_failed_forward_fails_with_its_own_error_and_ends_the_step() -> None:
+    context, transport, exchange = make()
+    context.plan = plan(2, 0)
+    with pytest.raises(KeyError), exchange.step():
+        exchange(*some_rows(2))
+        raise KeyError
+    sent = len(transport.sent)
+    exchange(*some_rows(2))  # outside of steps: a warm-up again
+    assert len(transport.sent) == sent
+
+
+def test_every_step_counts_its_own_layers() -> None:
+    context, transport, exchange = make()
+    for _ in range(3):
+        context.plan = plan(2, 0)
+        with exchange.step():
+            for _ in FACTS.layers:
+                exchange(*some_rows(2))
+    assert len(transport.sent) == 3 * len(FACTS.layers)
+
+
+def test_a_forward_without_an_agreed_step_is_refused() -> None:
+    _, transport, exchange = make()
+    with pytest.raises(RuntimeError, match="outside of an agreed step"), exchange.step():
+        exchange(*some_rows(1))
+    assert transport.sent == []

@@ -1,0 +1,143 @@
+"""Model families: the facts of their experts, and the names of their tensors."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from sglang_afd import embedded
+from sglang_afd.families import ExpertTensor, MoeFacts, UnsupportedModel, family_of
+
+pytestmark = pytest.mark.unit
+
+QWEN3 = family_of("Qwen3MoeForCausalLM")
+CONFIG: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+
+
+def facts(**changes: Any) -> MoeFacts:
+    return QWEN3.facts(SimpleNamespace(**{**CONFIG, **changes}))
+
+
+def test_facts_are_those_of_the_config() -> None:
+    assert facts() == MoeFacts(
+        layers=(0, 1, 2, 3, 4, 5), num_experts=8, top_k=2, hidden_size=64, intermediate_size=32
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"mlp_only_layers": [0, 4]}, (1, 2, 3, 5)),
+        ({"mlp_only_layers": None}, (0, 1, 2, 3, 4, 5)),
+        ({"decoder_sparse_step": 2}, (1, 3, 5)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1, 5)),
+        ({"num_experts": 0}, ()),
+    ],
+)
+def test_dense_layers_are_no_moe_layers(changes: dict[str, Any], layers: tuple[int, ...]) -> None:
+    assert facts(**changes).layers == layers
+
+
+def test_the_moe_layers_are_those_that_transformers_builds() -> None:
+    import torch
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+        Qwen3MoeModel,
+        Qwen3MoeSparseMoeBlock,
+    )
+
+    for changes in ({"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}, {"num_experts": 0}):
+        config = Qwen3MoeConfig(
+            **{**CONFIG, **changes}, vocab_size=8, num_attention_heads=2, num_key_value_heads=1
+        )
+        with torch.device("meta"):
+            model = Qwen3MoeModel(config)
+        built = [isinstance(layer.mlp, Qwen3MoeSparseMoeBlock) for layer in model.layers]
+        expected = QWEN3.facts(config).layers
+        assert tuple(i for i, sparse in enumerate(built) if sparse) == expected, changes
+
+
+def test_expert_tensors_of_a_checkpoint_are_all_found() -> None:
+    """The embedded checkpoint: its expert tensors have as many elements as its facts say."""
+    folder = embedded.path()
+    found = QWEN3.facts(SimpleNamespace(**json.loads((folder / "config.json").read_text())))
+    elements, places = 0, set()
+    with safe_open(folder / "model.safetensors", framework="pt") as checkpoint:
+        for name in checkpoint.keys():  # noqa: SIM118 (safe_open is no mapping)
+            tensor = QWEN3.expert_tensor(name)
+            assert (tensor is not None) == (".experts." in name), name
+            if tensor is not None:
+                rows, columns = checkpoint.get_slice(name).get_shape()
+                sizes = (found.intermediate_size, found.hidden_size)
+                assert (rows, columns) == (sizes if tensor.projection != "w2" else sizes[::-1])
+                elements += rows * columns
+                places.add(tensor)
+    assert elements == found.all_expert_parameters()
+    assert places == {
+        ExpertTensor(layer, expert, projection, "weight")
+        for layer in found.layers
+        for expert in range(found.num_experts)
+        for projection in ("w1", "w2", "w3")
+    }
+
+
+@given(
+    st.integers(0, 200),
+    st.integers(0, 1000),
+    st.sampled_from([("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")]),
+    st.sampled_from(["weight", "weight_scale_inv"]),
+)
+def test_expert_names_are_read(
+    layer: int, expert: int, projection: tuple[str, str], suffix: str
+) -> None:
+    name = f"model.layers.{layer}.mlp.experts.{expert}.{projection[0]}.{suffix}"
+    assert QWEN3.expert_tensor(name) == ExpertTensor(layer, expert, projection[1], suffix)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.3.mlp.gate.weight",
+        "model.layers.3.mlp.gate_proj.weight",
+        "model.layers.3.mlp.shared_expert.gate_proj.weight",
+        "model.layers.3.self_attn.q_proj.weight",
+        "model.layers.3.mlp.experts.gate_up_proj",
+        "model.layers.3.mlp.experts.7.gate_proj.weight.more",
+        "draft.model.layers.3.mlp.experts.7.gate_proj.weight",
+        "model.layersX3.mlp.experts.7.gate_proj.weight",
+        "model.layers.x.mlp.experts.7.gate_proj.weight",
+    ],
+)
+def test_other_tensors_are_no_expert_tensors(name: str) -> None:
+    assert QWEN3.expert_tensor(name) is None
+
+
+def test_parameters_of_qwen3_30b_a3b() -> None:
+    """48 layers of 128 experts, each 3 * 2048 * 768."""
+    found = MoeFacts(tuple(range(48)), 128, 8, 2048, 768)
+    assert found.expert_parameters() == 4_718_592
+    assert found.all_expert_parameters() == 28_991_029_248
+
+
+def test_an_unknown_family_is_refused_with_those_that_are_served() -> None:
+    with pytest.raises(UnsupportedModel) as refusal:
+        family_of("LlamaForCausalLM")
+    message = str(refusal.value)
+    assert "does not serve LlamaForCausalLM" in message
+    assert "Qwen3MoeForCausalLM" in message
+    assert "without --afd-* flags" in message

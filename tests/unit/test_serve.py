@@ -1,0 +1,55 @@
+"""The F side of a step, over a transport that only records: layers and rounds in A's order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_afd.dispatch.step_plan import StepKind, StepPlan
+from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
+from sglang_afd.ffn.serve import Experts, serve_step
+
+pytestmark = pytest.mark.unit
+
+
+class Recorder:
+    """Hands out batches that are told apart by their values; records all calls."""
+
+    def __init__(self) -> None:
+        self.counts: list[tuple[int, ...]] = []
+        self.replies: list[tuple[int, float]] = []  # (round it answers, value sent back)
+
+    def receive(self, counts: Sequence[int]) -> tuple[RowBatch, int]:
+        assert len(self.replies) == len(self.counts), "a round began before the last was answered"
+        index = len(self.counts)
+        self.counts.append(tuple(counts))
+        hidden = torch.full((max(1, sum(counts)), 2), float(index))
+        return RowBatch(hidden, torch.zeros(1, 1), torch.zeros(1, 1)), index
+
+    def reply(self, output: torch.Tensor, handle: int) -> None:
+        self.replies.append((handle, output[0, 0].item()))
+
+
+def layer(number: int) -> Experts:
+    def experts(batch: RowBatch | MaskedBatch) -> torch.Tensor:
+        return batch.hidden + 1000 * number
+
+    return experts
+
+
+@given(st.lists(st.integers(0, 25), min_size=1, max_size=4), st.integers(1, 8), st.integers(0, 5))
+def test_every_round_of_every_layer_is_answered_in_order(
+    rows: list[int], cap: int, layers: int
+) -> None:
+    plan = StepPlan(0, (StepKind.EXTEND,) * (len(rows) + 1), (*rows, 0), cap)
+    transport = Recorder()
+    serve_step(plan, [layer(number) for number in range(layers)], transport)
+    rounds = [plan.counts(index) for index in range(plan.slices)]
+    assert transport.counts == rounds * layers
+    assert transport.replies == [
+        (index, index + 1000 * (index // len(rounds))) for index in range(layers * len(rounds))
+    ]
