@@ -33,7 +33,7 @@ lint: setup
 	$(VENV) -m mypy
 
 test: lint
-	$(PYTEST) tests/unit -m 'not full' -n $(WORKERS) --durations=20 --junit-xml=reports/unit.xml
+	$(PYTEST) tests/unit tests/upstream -m 'not full' -n $(WORKERS) --durations=20 --junit-xml=reports/unit.xml
 	$(PYTEST) tests/integration -m 'not full' --durations=30 --junit-xml=reports/integration.xml
 
 # The record is written for a failed run too, and the run's exit code is kept.
