@@ -12,8 +12,6 @@ import torch
 
 from sglang_afd.upstream.hooks import Hook, Kind
 
-_UINT32 = 0xFFFFFFFF
-
 
 def bind_threads(*, local_omp_cpuid: str | list[int], dist_init_method: str | None = None) -> None:
     """Bind this rank to its cores: ``"0-1"``, ``"0,2"`` or a list of core numbers.
@@ -108,44 +106,6 @@ def gather_flat(original: Any, group: Any, output: torch.Tensor, input: torch.Te
     original(group, output.view(-1), input.reshape(-1))
 
 
-def murmur_hash32(
-    seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
-) -> torch.Tensor:
-    """MurmurHash3 (32 bit) of (seed, position, column), as SGLang's Triton kernel computes it.
-
-    Args:
-        seed: [n], 64 bit; positions: [n]; col_indices: [m].
-
-    Returns:
-        [n, m] uint32 hashes.
-    """
-    low = seed.view(torch.int64) & _UINT32
-    high = (seed.view(torch.int64) >> 32) & _UINT32
-    state = torch.zeros_like(low)
-    for block in (low, high, positions.to(torch.int64) & _UINT32):
-        state = _mix(state, block)
-    state = _mix(state[:, None], col_indices.to(torch.int64)[None, :] & _UINT32)
-    state = state ^ 16  # bytes hashed
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        state = _times((state ^ (state >> shift)), factor)
-    return (state ^ (state >> 16)).to(torch.uint32)
-
-
-def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    state = state ^ _times(_rotate(_times(block, 0xCC9E2D51), 15), 0x1B873593)
-    return (_rotate(state, 13) * 5 + 0xE6546B64) & _UINT32
-
-
-def _rotate(value: torch.Tensor, bits: int) -> torch.Tensor:
-    return ((value << bits) | (value >> (32 - bits))) & _UINT32
-
-
-def _times(value: torch.Tensor, factor: int) -> torch.Tensor:
-    """value * factor mod 2^32; the halves keep the product inside int64."""
-    high = ((value >> 16) * factor) & _UINT32
-    return ((high << 16) + (value & 0xFFFF) * factor) & _UINT32
-
-
 HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.distributed.bootstrap._init_cpu_threads_env",
@@ -176,11 +136,5 @@ HOOKS: tuple[Hook, ...] = (
         Kind.AROUND,
         gather_flat,
         "gloo, unlike NCCL, wants the output's shape to be the input's but for the first dimension",
-    ),
-    Hook(
-        "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
-        Kind.REPLACE,
-        murmur_hash32,
-        "seeded sampling hashes with sgl-kernel on a CPU",
     ),
 )

@@ -1,0 +1,322 @@
+"""The CPU reference platform, as far as no server is needed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from sglang_afd.platform import hooks, settings
+from sglang_afd.platform.defaults import cpu_environment, cpu_server_args, thread_binding
+from sglang_afd.upstream.idle import LONGEST_WAIT_MS, WAKE, IdlePacer, without_wakes
+
+pytestmark = pytest.mark.unit
+
+ROWS, HIDDEN, WIDTH, EXPERTS, TOP_K = 7, 16, 8, 4, 3
+
+
+# Environment and arguments
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "binding"),
+    [
+        ([0, 1], 1, "0,1"),
+        ([0, 1], 2, "0|1"),
+        ([0, 1], 3, "0,1|0,1|0,1"),  # more ranks than cores: all may use all
+        ([0, 2, 4, 6, 8], 2, "0,2|4,6"),
+    ],
+)
+def test_thread_binding(cores: list[int], ranks: int, binding: str) -> None:
+    assert thread_binding(cores, ranks) == binding
+    assert len(binding.split("|")) == ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 64])
+def test_environment_names_usable_cores(ranks: int) -> None:
+    environment = cpu_environment(ranks)
+    fields = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+    assert len(fields) == ranks
+    for field in fields:
+        assert set(hooks.parse_cores(field)) <= os.sched_getaffinity(0)
+    assert int(environment["OMP_NUM_THREADS"]) >= 1
+    assert all(isinstance(value, str) for value in environment.values())
+
+
+def test_arguments_fill_what_is_left_open() -> None:
+    assert cpu_server_args([])[:2] == ["--device", "cpu"]
+    assert "--max-total-tokens" in cpu_server_args([])
+    given = ["--device", "cpu", "--attention-backend=flex", "--max-total-tokens", "512"]
+    added = cpu_server_args(given)
+    assert not {"--device", "--attention-backend", "--max-total-tokens"} & set(added)
+    assert "--max-total-tokens" not in cpu_server_args(["--mem-fraction-static", "0.5"])
+
+
+def test_sglang_knows_the_arguments() -> None:
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    args = parser.parse_args(["--model-path", "m", *cpu_server_args([])])
+    assert (args.device, args.attention_backend) == ("cpu", "torch_native")
+
+
+# Threads
+
+
+@pytest.fixture
+def own_threads() -> Iterator[None]:
+    """Give the process its cores and threads back."""
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    yield
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(threads)
+
+
+def test_parse_cores() -> None:
+    assert hooks.parse_cores("0-2,5") == [0, 1, 2, 5]
+    assert hooks.parse_cores("7") == [7]
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_a_rank_has_no_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = min(os.sched_getaffinity(0))
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{core}|{core + 1}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    hooks.bind_threads(local_omp_cpuid=str(core), dist_init_method="tcp://127.0.0.1:1")
+    assert os.sched_getaffinity(0) == {core}
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_ranks_on_the_same_cores_share_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    field = ",".join(map(str, cores))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", field)
+    hooks.bind_threads(local_omp_cpuid=field)
+    assert torch.get_num_threads() == len(cores)
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join([field] * len(cores)))
+    hooks.bind_threads(local_omp_cpuid=field)
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_cores_that_are_not_there_leave_the_rank_unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "9000")
+    before = os.sched_getaffinity(0)
+    hooks.bind_threads(local_omp_cpuid="9000")
+    assert os.sched_getaffinity(0) == before
+
+
+# Dimensions
+
+
+@pytest.mark.parametrize(
+    ("attn_tp", "moe_tp", "complaint"),
+    [(1, 1, None), (2, 1, None), (4, 3, "experts are 64 wide"), (3, 1, "4 attention heads")],
+)
+def test_dimensions_are_refused_not_padded(
+    monkeypatch: pytest.MonkeyPatch, attn_tp: int, moe_tp: int, complaint: str | None
+) -> None:
+    import sglang.srt.runtime_context as context
+
+    parallel = SimpleNamespace(attn_tp_size=attn_tp, moe_tp_size=moe_tp)
+    monkeypatch.setattr(context, "get_parallel", lambda: parallel)
+    config = SimpleNamespace(
+        num_attention_heads=4, hf_text_config=SimpleNamespace(moe_intermediate_size=64)
+    )
+    if complaint is None:
+        assert hooks.check_alignment(config, None, 6) is config
+        assert config.hf_text_config.moe_intermediate_size == 64
+    else:
+        with pytest.raises(ValueError, match=complaint):
+            hooks.check_alignment(config, None, 6)
+
+
+# Experts
+
+
+def experts_layer(dtype: torch.dtype = torch.float32) -> SimpleNamespace:
+    """Weights in the shapes of SGLang's fused experts."""
+    generator = torch.Generator().manual_seed(1)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return SimpleNamespace(
+        num_experts=EXPERTS,
+        w13_weight=weight(EXPERTS, 2 * WIDTH, HIDDEN),
+        w2_weight=weight(EXPERTS, HIDDEN, WIDTH),
+    )
+
+
+def dense(layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Each row through each of its experts, in float64."""
+    result = torch.zeros(x.shape, dtype=torch.float64)
+    for row in range(x.shape[0]):
+        for expert, weight in zip(ids[row].tolist(), weights[row].tolist()):
+            if expert >= 0:
+                gate, up = (layer.w13_weight[expert].double() @ x[row].double()).chunk(2)
+                hidden = torch.nn.functional.silu(gate) * up
+                result[row] += weight * (layer.w2_weight[expert].double() @ hidden)
+    return result
+
+
+def native_experts(layer: Any, x: torch.Tensor, topk: Any, config: Any) -> torch.Tensor:
+    """SGLang's code for the same weights, reduced to what its contract says."""
+    cells = topk.topk_ids.tolist()
+    assert min(map(min, cells)) >= 0, "the native experts take no absent id"
+    assert all(len(set(row)) == len(row) for row in cells), "nor one id twice in a row"
+    return dense(layer, x, topk.topk_ids, topk.topk_weights).to(x.dtype)
+
+
+class TopK(tuple):
+    """The shape of SGLang's ``StandardTopKOutput``."""
+
+    topk_ids = property(lambda self: self[1])
+    topk_weights = property(lambda self: self[0])
+
+    def _replace(self, **fields: torch.Tensor) -> TopK:
+        return TopK((fields["topk_weights"], fields["topk_ids"]))
+
+
+def routing(absent: Callable[[torch.Tensor], torch.Tensor]) -> TopK:
+    """Distinct experts a row, some of them replaced by -1."""
+    generator = torch.Generator().manual_seed(2)
+    scores = torch.rand(ROWS, EXPERTS, generator=generator)
+    ids = scores.topk(TOP_K, dim=1).indices.to(torch.int32)
+    weights = torch.rand(ROWS, TOP_K, generator=generator)
+    return TopK((weights, ids.masked_fill(absent(ids), -1)))
+
+
+@pytest.mark.parametrize(
+    "absent",
+    [
+        lambda ids: ids < 0,
+        lambda ids: ids >= 2,  # another rank's
+        lambda ids: torch.arange(ROWS)[:, None].expand_as(ids) >= 4,  # padding rows
+        lambda ids: ids >= 0,
+    ],
+    ids=["none", "other-ranks", "padding", "all"],
+)
+def test_absent_experts_add_nothing(absent: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    layer, topk = experts_layer(), routing(absent)
+    x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(3))
+    got = hooks.experts_with_absent_ids(native_experts, layer, x, topk, None)
+    want = dense(layer, x, topk.topk_ids, topk.topk_weights)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    assert (want.abs().sum(dim=1) == 0).equal((topk.topk_ids < 0).all(dim=1))
+
+
+def test_no_rows() -> None:
+    layer = experts_layer(torch.bfloat16)
+    topk = TopK((torch.zeros(0, TOP_K), torch.zeros(0, TOP_K, dtype=torch.int32)))
+    got = hooks.experts_with_absent_ids(
+        native_experts, layer, torch.zeros(0, HIDDEN, dtype=torch.bfloat16), topk, None
+    )
+    assert got.shape == (0, HIDDEN) and got.dtype is torch.bfloat16
+
+
+# Settings and platform class
+
+
+def test_settings_name_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = SimpleNamespace(flag=False)
+    monkeypatch.setattr(settings, "resolve_name", lambda path: owner)
+
+    def apply(target: str, adds: bool) -> None:
+        setting = settings.Setting(f"m.{target}", lambda: True, "reason", adds)
+        monkeypatch.setattr(settings, "SETTINGS", (setting,))
+        settings.apply_settings()
+
+    apply("flag", adds=False)
+    assert owner.flag is True
+    apply("fresh", adds=True)
+    assert owner.fresh is True
+    with pytest.raises(RuntimeError, match=r"has no m\.gone \(reason\)"):
+        apply("gone", adds=False)
+    with pytest.raises(RuntimeError, match=r"already has m\.flag"):
+        apply("flag", adds=True)
+
+
+def test_platform_is_one_that_sglang_accepts() -> None:
+    from sglang.srt.platforms import _load_platform_class
+
+    platform = _load_platform_class("sglang_afd.platform.cpu.CpuReferencePlatform")()
+    assert platform.is_out_of_tree() and not platform.capabilities.supports_triton
+    assert platform.get_default_attention_backend() == "torch_native"
+    assert platform.get_dispatch_key_name() == "native"
+    assert platform.get_torch_profiler_activity() is torch.profiler.ProfilerActivity.CPU
+
+
+# The idle pacer
+
+
+class World:
+    """A scheduler's sockets, steps and clock."""
+
+    def __init__(self) -> None:
+        context = zmq.Context.instance()
+        self.inbox = context.socket(zmq.PULL)
+        self.outbox = context.socket(zmq.PUSH)
+        port = self.inbox.bind_to_random_port("tcp://127.0.0.1")
+        self.outbox.connect(f"tcp://127.0.0.1:{port}")
+        self.steps, self.now = 0, 100.0
+        self.pacer = IdlePacer([self.inbox], lambda: self.steps, lambda: self.now)
+
+    def close(self) -> None:
+        self.inbox.close(0)
+        self.outbox.close(0)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def test_the_wait_grows_and_is_bounded(world: World) -> None:
+    waits = []
+    for _ in range(200):
+        waits.append(world.pacer.wait_ms())
+        world.now += 0.01
+    assert waits[0] == 0 and waits == sorted(waits) and waits[-1] == LONGEST_WAIT_MS
+
+
+def test_a_step_ends_the_waiting(world: World) -> None:
+    world.now += 60
+    assert world.pacer.wait_ms() == LONGEST_WAIT_MS
+    world.steps += 1
+    assert world.pacer.wait_ms() == 0
+
+
+def test_a_message_wakes_and_keeps_awake(world: World) -> None:
+    world.now += 60
+    world.outbox.send(WAKE)
+    assert world.inbox.poll(5000), "the message is under way"
+    world.pacer.maybe_sleep()
+    assert world.pacer.wait_ms() == 0
+
+
+def test_without_a_message_it_waits(world: World) -> None:
+    world.now += 60
+    start = time.perf_counter()
+    world.pacer.maybe_sleep()
+    assert time.perf_counter() - start > LONGEST_WAIT_MS / 2000
+    assert world.pacer.wait_ms() == LONGEST_WAIT_MS
+
+
+def test_wakes_are_no_requests() -> None:
+    assert without_wakes([WAKE, "request", WAKE], None) == ["request"]
+    assert without_wakes(None, None) is None
+    assert without_wakes([], None) == []
