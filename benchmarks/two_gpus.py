@@ -6,12 +6,15 @@ Parts: `references` lets SGLang on one GPU continue prompts on a seeded checkpoi
 2048) whose experts matter, in BF16 and FP8; `bf16` and `fp8` compare AFD with it; `load` serves
 Qwen3-30B-A3B's published shape with dummy weights under ``sglang.bench_serving`` (dummy weights
 show that it serves and how much it holds, not its answers).
-Each part writes its own JSON file, so one that fails leaves the others' records.
+Each part writes its own JSON file, so one that fails leaves the others' records. A second call with
+the same --out and --work does not repeat the references that are there already, nor compile again
+the kernels that the first one compiled.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -21,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,20 +39,26 @@ from benchmarks.agreement import (
     record,
 )
 from benchmarks.fp8 import quantise_checkpoint
+from benchmarks.progress import say, starting
 from sglang_afd.running import Server, serve
 from tests.support.checkpoints import seeded_qwen3_moe
+from tests.support.planting import Planting
 
 SEED = 20261130
 DTYPES = ("bf16", "fp8")
 LENGTHS = (3, 9, 17, 33, 64, 130, 200, 300, 470, 600, 777, 900)
 TOKENS = 64
+START = 280
+"""Seconds for one start. DeepGEMM and Triton compile their kernels in the first forward."""
 AFD = ["--afd-attention-ranks", "1", "--afd-ffn-ranks", "1", "--afd-transport", "deepep"]
 COMMON = [
     *("--attention-backend", "fa3", "--sampling-backend", "pytorch"),
     *("--skip-server-warmup", "--random-seed", "1"),
 ]
+# Logits rounded to BF16 tie where they differ by less than 1/32: ties that no expert is behind.
+AGREEMENT = [*COMMON, "--mem-fraction-static", "0.5", "--enable-fp32-lm-head"]
 SHAPE = {
-    "layers": 6,
+    "layers": 3,
     "hidden": 2048,
     "heads": 16,
     "kv_heads": 4,
@@ -58,6 +68,14 @@ SHAPE = {
     "moe_intermediate": 768,
     "vocab": 4096,
 }
+CALM: dict[str, Any] = {
+    "router_spread": 1.0,
+    "logit_spread": 1.0,
+    "attention_scale": 0.3,
+    "expert_scale": 0.4,
+    "planting": Planting(),
+}
+"""Keeps rounding from deciding anything: see `tests.support.planting`."""
 
 
 def main() -> None:
@@ -69,10 +87,14 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
+    # Without this DeepGEMM compiles kernels for every number of rows, used or not.
     os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
+    # All servers of a run, and of the next one, share what DeepGEMM, Triton and others compiled.
+    os.environ.setdefault("SGLANG_CACHE_DIR", str(args.work / "kernels"))
     failed = False
     for name in args.parts:
         began = time.monotonic()
+        say(f"part {name}")
         try:
             result = PARTS[name](args.work, args.out)
         except Exception as error:
@@ -82,7 +104,7 @@ def main() -> None:
         result["seconds"] = time.monotonic() - began
         text = json.dumps({"identity": identity(), "part": name, **result}, indent=1)
         (args.out / f"{name}.json").write_text(text + "\n")
-        print(f"part {name}: {result['seconds']:.0f} s\n{text[:2500]}", flush=True)
+        say(f"part {name} took {result['seconds']:.0f} s\n{text[:2500]}")
     raise SystemExit(failed)
 
 
@@ -108,41 +130,85 @@ def _version(package: str) -> str | None:
 
 def references(work: Path, out: Path) -> dict[str, Any]:
     """SGLang on one GPU, BF16 and FP8 each on a GPU of its own at the same time."""
-    bf16 = seeded_qwen3_moe(work / "bf16", seed=SEED, dtype=torch.bfloat16, **SHAPE)
-    quantise_checkpoint(bf16, work / "fp8")
+    _checkpoints(work)
     with ThreadPoolExecutor(2) as pool:
-        return dict(
-            zip(DTYPES, pool.map(lambda i: _reference(work, out, i), range(2)), strict=True)
-        )
+        done = pool.map(lambda i: _reference(work, out, i), range(len(DTYPES)))
+        return dict(zip(DTYPES, done, strict=True))
+
+
+def _made_of() -> str:
+    """A digest of everything that the checkpoints and the continuations are made of."""
+    facts = {"calm": {**CALM, "planting": asdict(CALM["planting"])}, "shape": SHAPE, "seed": SEED,
+             "lengths": LENGTHS, "tokens": TOKENS, "args": AGREEMENT}  # fmt: skip
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _checkpoints(work: Path) -> dict[str, Path]:
+    """The checkpoint of every dtype, made if it is not there yet."""
+    made = {name: work / f"{name}-{_made_of()}" for name in DTYPES}
+    for name, target in made.items():
+        if target.exists():
+            continue
+        say(f"writing the {name} checkpoint")
+        draft = target.with_name(f"{target.name}.{os.getpid()}")
+        if name == "bf16":
+            seeded_qwen3_moe(draft, seed=SEED, dtype=torch.bfloat16, **SHAPE, **CALM)
+        else:
+            quantise_checkpoint(made["bf16"], draft)
+        draft.rename(target)
+    return made
 
 
 def _reference(work: Path, out: Path, gpu: int) -> dict[str, Any]:
     name = DTYPES[gpu]
+    file = out / f"{name}-continuations.json"
+    if file.exists():
+        found = json.loads(file.read_text())
+        if found["made_of"] == _made_of():
+            say(f"{file} is there already")
+            return found["record"]
     prompts = random_prompts(LENGTHS, vocab=SHAPE["vocab"], seed=SEED)
     args = [
-        *("--model-path", str(work / name), "--mem-fraction-static", "0.5", *COMMON),
+        *("--model-path", str(_checkpoints(work)[name]), *AGREEMENT),
         *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
     ]
+    server_name = f"{name}-one-gpu"
     with serve(
-        f"{name}-one-gpu",
+        server_name,
         args,
         port=30000 + 500 * gpu,
         logs=out,
         module="sglang.launch_server",
         environment={"CUDA_VISIBLE_DEVICES": str(gpu)},
+        timeout=START,
+        tick=starting(server_name),
     ) as server:
+        say(f"{server_name} started in {server.start_seconds:.0f} s; it continues the prompts")
         continuations = continue_greedily(server, prompts, tokens=TOKENS)
         itself = compare(server, continuations, tokens=TOKENS)
-    (out / f"{name}-continuations.json").write_text(json.dumps(record(continuations)) + "\n")
-    return {"start_seconds": server.start_seconds, "against_itself": itself}
+    result = {"start_seconds": server.start_seconds, "against_itself": itself}
+    entry = {"made_of": _made_of(), "record": result, "continuations": record(continuations)}
+    file.write_text(json.dumps(entry) + "\n")
+    return result
 
 
 def agreement(work: Path, out: Path, name: str) -> dict[str, Any]:
-    """Greedy tokens and teacher-forced ranks: AFD at 1A1F against SGLang on one GPU."""
-    raw = json.loads((out / f"{name}-continuations.json").read_text())
-    reference = [Continuation(**entry) for entry in raw]
-    args = ["--model-path", str(work / name), "--mem-fraction-static", "0.5", *COMMON, *AFD]
-    with serve(f"{name}-afd", args, port=32000, logs=out) as server:
+    """Greedy tokens and teacher-forced ranks: AFD at 1A1F against SGLang on one GPU.
+
+    Raises:
+        RuntimeError: there are no continuations of this checkpoint.
+    """
+    file = out / f"{name}-continuations.json"
+    found = json.loads(file.read_text()) if file.exists() else {"made_of": None}
+    if found["made_of"] != _made_of():
+        raise RuntimeError(f"{file} is missing or of another checkpoint; run the part references")
+    reference = [Continuation(**entry) for entry in found["continuations"]]
+    args = ["--model-path", str(_checkpoints(work)[name]), *AGREEMENT, *AFD]
+    server_name = f"{name}-afd"
+    with serve(
+        server_name, args, port=32000, logs=out, timeout=START, tick=starting(server_name)
+    ) as server:
+        say(f"{server_name} started in {server.start_seconds:.0f} s; it is compared")
         result = compare(server, reference, tokens=TOKENS)
         holdings = server.call("/server_info")["internal_states"][0]["afd"]
     return {
@@ -165,7 +231,10 @@ def load(work: Path, out: Path) -> dict[str, Any]:
         *("--afd-max-tokens-per-rank", "256", "--max-running-requests", "256"),
         *("--mem-fraction-static", "0.8", "--context-length", "8192"),
     ]
-    with serve("load-afd", args, port=33000, logs=out, timeout=280) as server:
+    with serve(
+        "load-afd", args, port=33000, logs=out, timeout=START, tick=starting("load-afd")
+    ) as server:
+        say(f"load-afd started in {server.start_seconds:.0f} s; bench_serving runs")
         holdings = server.call("/server_info")["internal_states"][0]["afd"]
         bench = _bench(server, model, out)
     return {"start_seconds": server.start_seconds, "afd": holdings, "bench_serving": bench}

@@ -27,15 +27,20 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
     """Largest amount that loading the weights held at once, the weights included."""
     kv_tokens: int
     kv_bytes: int
+    communicator_bytes: int
+    """What the group's communicator (NCCL) took; the transport runs over that group."""
     buffer_bytes: int
-    """What the transport allocated."""
+    """What the transport allocated, the communicator not included."""
     buffer_estimate_bytes: int
     """What the transport was expected to allocate, the received rows of a round included."""
 
 
 def table(holdings: Sequence[Holdings]) -> str:
     """A plain-text table, one line a rank."""
-    titles = ("rank", "experts/layer", "parameters", "weights", "load peak", "KV tokens", "KV")
+    titles = (
+        *("rank", "experts/layer", "parameters", "weights", "load peak", "KV tokens", "KV"),
+        *("communicator", "buffers (estimate)"),
+    )
     rows = [
         (
             h.rank,
@@ -45,11 +50,12 @@ def table(holdings: Sequence[Holdings]) -> str:
             size(h.load_peak_bytes),
             f"{h.kv_tokens:,}",
             size(h.kv_bytes),
+            size(h.communicator_bytes),
             f"{size(h.buffer_bytes)} ({size(h.buffer_estimate_bytes)})",
         )
         for h in holdings
     ]
-    rows.insert(0, (*titles, "buffers (estimate)"))
+    rows.insert(0, titles)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(

@@ -23,23 +23,31 @@ _holdings: list[Holdings] = []
 
 
 def measure_buffers(make: Callable[[], Any], group: Any) -> Any:
-    """Make the transport and note how much device memory it took.
+    """Make the transport; note how much device memory its group's communicator and it took.
+
+    What other processes allocate on the same device in the meantime counts too.
 
     Args:
         group: the process group that the transport is made over.
     """
     if not torch.cuda.is_available():
         transport = make()
+        _measured["communicator"] = 0
         _measured["buffers"] = 0  # gloo's tensors live for the length of a round
         return transport
-    # Creates the group's communicator, whose memory is not the transport's.
+    at_first = _free_device_bytes()
+    # Creates the communicator; else the transport would, and its memory count as the transport's.
     torch.distributed.barrier(group)
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
+    before = _free_device_bytes()
     transport = make()
-    torch.cuda.synchronize()
-    _measured["buffers"] = before - torch.cuda.mem_get_info()[0]
+    _measured["communicator"] = at_first - before
+    _measured["buffers"] = before - _free_device_bytes()
     return transport
+
+
+def _free_device_bytes() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
 
 
 def _measure_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,6 +111,7 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
         load_peak_bytes=_measured["load_peak"],
         kv_tokens=int(runner.max_total_num_tokens) if attention else 0,
         kv_bytes=int(sum(runner.token_to_kv_pool.get_kv_size_bytes())),
+        communicator_bytes=_measured["communicator"],
         buffer_bytes=_measured["buffers"],
         buffer_estimate_bytes=estimate.attention if attention else estimate.ffn,
     )

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 
 from sglang_afd import embedded
 from sglang_afd.embedded.checkpoint import qwen3_moe_config, write_configs
+from tests.support.planting import Edit, Planting, edits
 
 ROUTER_SPREAD = 1.5  # standard deviation of router logits: neither even nor one expert for all
 LOGIT_SPREAD = 3.0  # standard deviation of logits: the best token leads by about one
@@ -42,6 +44,11 @@ def seeded_qwen3_moe(
     max_position: int = 4096,
     dtype: torch.dtype = torch.float32,
     shards: int = 1,
+    router_spread: float = ROUTER_SPREAD,
+    logit_spread: float = LOGIT_SPREAD,
+    attention_scale: float = 1.0,
+    expert_scale: float = 1.0,
+    planting: Planting | None = None,
 ) -> Path:
     """Write a checkpoint into ``directory`` and return it.
 
@@ -49,6 +56,9 @@ def seeded_qwen3_moe(
     in ``layers`` or ``experts`` share the rest. With ``shards`` > 1, tensors are dealt in turn to
     that many files and an index is written. The embedded model's tokenizer is copied if ``vocab``
     covers it; without it a server needs ``--skip-tokenizer-init``.
+
+    ``attention_scale`` and ``expert_scale`` multiply what a sub-layer adds to the residual stream.
+    With ``planting`` some tensors depend on others too; see `tests.support.planting`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = qwen3_moe_config(
@@ -67,19 +77,28 @@ def seeded_qwen3_moe(
         pad_token_id=0,
     )
     write_configs(directory, config)
-    scales = _scales(config)
+    scales = _scales(config, router_spread, logit_spread, attention_scale, expert_scale)
+    changes: dict[str, Edit] = {}
+    if planting is not None:
+        changes = edits(config, planting, logit_spread=logit_spread, normal=partial(_normal, seed))
     if shards == 1:
-        tensors = {n: _tensor(n, s, scale, seed, dtype) for n, (s, scale) in scales.items()}
+        tensors = {n: _tensor(n, *scales[n], seed, dtype, changes) for n in scales}
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     else:
-        _write_shards(directory, scales, seed, dtype, shards)
+        _write_shards(directory, scales, seed, dtype, shards, changes)
     if vocab >= EMBEDDED_VOCAB:
         for name in TOKENIZER_FILES:
             shutil.copyfile(embedded.path() / name, directory / name)
     return directory
 
 
-def _scales(config: dict) -> dict[str, tuple[tuple[int, ...], float]]:
+def _scales(
+    config: dict,
+    router_spread: float,
+    logit_spread: float,
+    attention_scale: float,
+    expert_scale: float,
+) -> dict[str, tuple[tuple[int, ...], float]]:
     """Shape and standard deviation of every tensor; 0 means a norm's constant ones."""
     h, inter = config["hidden_size"], config["moe_intermediate_size"]
     q = config["num_attention_heads"] * config["head_dim"]
@@ -89,7 +108,7 @@ def _scales(config: dict) -> dict[str, tuple[tuple[int, ...], float]]:
     out: dict[str, tuple[tuple[int, ...], float]] = {
         "model.embed_tokens.weight": ((vocab, h), 1.0),
         "model.norm.weight": ((h,), norm),
-        "lm_head.weight": ((vocab, h), LOGIT_SPREAD * by_hidden),
+        "lm_head.weight": ((vocab, h), logit_spread * by_hidden),
     }
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
@@ -101,12 +120,12 @@ def _scales(config: dict) -> dict[str, tuple[tuple[int, ...], float]]:
             f"{layer}.self_attn.q_proj.weight": ((q, h), by_hidden),
             f"{layer}.self_attn.k_proj.weight": ((kv, h), by_hidden),
             f"{layer}.self_attn.v_proj.weight": ((kv, h), by_hidden),
-            f"{layer}.self_attn.o_proj.weight": ((h, q), 1 / math.sqrt(q)),
-            f"{layer}.mlp.gate.weight": ((config["num_experts"], h), ROUTER_SPREAD * by_hidden),
+            f"{layer}.self_attn.o_proj.weight": ((h, q), attention_scale / math.sqrt(q)),
+            f"{layer}.mlp.gate.weight": ((config["num_experts"], h), router_spread * by_hidden),
         }
         # silu(g) * u of two unit normals has a standard deviation of about 0.6, and averaging k
         # independent experts divides by sqrt(k): undo both, so that the sum is of unit size.
-        down = math.sqrt(k) / (0.6 * math.sqrt(inter))
+        down = expert_scale * math.sqrt(k) / (0.6 * math.sqrt(inter))
         for expert in range(config["num_experts"]):
             prefix = f"{layer}.mlp.experts.{expert}"
             out |= {
@@ -118,13 +137,24 @@ def _scales(config: dict) -> dict[str, tuple[tuple[int, ...], float]]:
 
 
 def _tensor(
-    name: str, shape: tuple[int, ...], scale: float, seed: int, dtype: torch.dtype
+    name: str,
+    shape: tuple[int, ...],
+    scale: float,
+    seed: int,
+    dtype: torch.dtype,
+    changes: dict[str, Edit],
 ) -> torch.Tensor:
     if scale == 0:
         return torch.ones(shape, dtype=dtype)
+    tensor = _normal(seed, name, shape) * scale
+    return changes.get(name, lambda same: same)(tensor).to(dtype)
+
+
+def _normal(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Unit normal values that depend on the arguments alone."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+    return torch.randn(shape, generator=generator)
 
 
 def _write_shards(
@@ -133,6 +163,7 @@ def _write_shards(
     seed: int,
     dtype: torch.dtype,
     shards: int,
+    changes: dict[str, Edit],
 ) -> None:
     """One file at a time, so that memory holds one shard."""
     names = sorted(scales)
@@ -140,7 +171,7 @@ def _write_shards(
     size = 0
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        tensors = {n: _tensor(n, *scales[n], seed, dtype) for n in names[shard::shards]}
+        tensors = {n: _tensor(n, *scales[n], seed, dtype, changes) for n in names[shard::shards]}
         save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
         size += sum(t.nbytes for t in tensors.values())

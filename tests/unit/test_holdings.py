@@ -20,6 +20,7 @@ ATTENTION = Holdings(
     load_peak_bytes=3 * MIB + MIB // 2,
     kv_tokens=65_536,
     kv_bytes=2**31,
+    communicator_bytes=512,
     buffer_bytes=100,
     buffer_estimate_bytes=2048,
 )
@@ -32,6 +33,7 @@ FFN = Holdings(
     load_peak_bytes=1023,
     kv_tokens=0,
     kv_bytes=0,
+    communicator_bytes=5 * MIB,
     buffer_bytes=1024,
     buffer_estimate_bytes=1024,
 )
@@ -65,11 +67,11 @@ def test_a_size_reads_back_as_what_it_was(count: int) -> None:
 def test_the_table_has_a_line_for_every_rank() -> None:
     assert table([ATTENTION, FFN]).splitlines() == [
         "rank                             experts/layer  parameters  weights  load peak"
-        "  KV tokens        KV  buffers (estimate)",
+        "  KV tokens        KV  communicator  buffers (estimate)",
         "attention rank 0 (world rank 0)              0   1,234,567  3.0 MiB    3.5 MiB"
-        "     65,536  2.00 GiB     100 B (2.0 KiB)",
+        "     65,536  2.00 GiB         512 B     100 B (2.0 KiB)",
         "FFN rank 0 (world rank 1)                  128           9      0 B     1023 B"
-        "          0       0 B   1.0 KiB (1.0 KiB)",
+        "          0       0 B       5.0 MiB   1.0 KiB (1.0 KiB)",
     ]
 
 
