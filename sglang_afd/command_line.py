@@ -104,7 +104,7 @@ def expand_config_file(args: Sequence[str]) -> list[str]:
     if len(files) > 1:
         raise ConfigError("--config is given twice; put the options into one file")
     options = _read_yaml(files[0])
-    return [part for key, value in options.items() for part in _as_flag(key, value)] + rest
+    return [part for key, value in options.items() for part in as_flag(key, value)] + rest
 
 
 def _means(name: str, spelling: str) -> bool:
@@ -129,10 +129,15 @@ def _read_yaml(file: str) -> dict[str, Any]:
     return options
 
 
-def _as_flag(key: str, value: Any) -> list[str]:
+def as_flag(key: str, value: Any) -> list[str]:
+    """A named value as command-line arguments.
+
+    True is a switch; False and an empty sequence are left out; a sequence is several values, and a
+    dictionary is JSON.
+    """
     flag = "--" + str(key).replace("_", "-")
     if isinstance(value, bool):
         return [flag] if value else []
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [flag, *map(str, value)] if value else []
     return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 from sglang_afd import start
+from sglang_afd.command_line import as_flag
 from sglang_afd.plugin import CPU_ENV
 from sglang_afd.running import free_port
 from sglang_afd.upstream import server
@@ -41,22 +41,10 @@ def Engine(**arguments: Any) -> Any:
 
 
 def to_argv(arguments: dict[str, Any]) -> list[str]:
-    """Keyword arguments as command-line flags.
-
-    True is a switch, False and None are left out, sequences are several values, and dictionaries
-    are JSON.
-    """
-    argv: list[str] = []
-    for name, value in arguments.items():
-        if value is None or value is False:
-            continue
-        argv.append("--" + name.replace("_", "-"))
-        if value is True:
-            continue
-        if isinstance(value, dict):
-            argv.append(json.dumps(value))
-        elif isinstance(value, list | tuple):
-            argv += [str(item) for item in value]
-        else:
-            argv.append(str(value))
-    return argv
+    """Keyword arguments as command-line arguments (see `as_flag`); None is left out."""
+    return [
+        part
+        for name, value in arguments.items()
+        if value is not None
+        for part in as_flag(name, value)
+    ]

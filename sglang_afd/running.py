@@ -88,19 +88,21 @@ def serve(
         _end(process)
 
 
-def free_port() -> int:
-    """A port for a server of which the ports that SGLang derives are free too.
+def ports_of(port: int) -> list[int]:
+    """The ports that a server with HTTP port `port` binds: its own and those SGLang derives."""
+    return [port, *(derived.port for derived in one_command_ports(port))]
 
-    It lies below the range that the system hands out by itself.
+
+def free_port(needed: Callable[[int], list[int]] = ports_of) -> int:
+    """A port of which all `needed` are free, below the range that the system hands out itself.
+
+    Raises:
+        ServerFailed: there is none among many.
     """
     for port in random.sample(range(10000, 30000), 1000):
-        if not any(port_problem(LOOPBACK, p) for p in (port, *_derived(port))):
+        if not any(port_problem(LOOPBACK, other) for other in needed(port)):
             return port
     raise ServerFailed("this machine has no free ports between 10000 and 30000")
-
-
-def _derived(port: int) -> list[int]:
-    return [derived.port for derived in one_command_ports(port)]
 
 
 def _await_health(

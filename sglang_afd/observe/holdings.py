@@ -5,12 +5,9 @@ Sizes are bytes of one rank, measured; the buffers' estimate stands beside them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import msgspec
-
-logger = logging.getLogger(__name__)
 
 
 class Holdings(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
-
 from sglang_afd.config import AfdConfig, ConfigError, differences
 from sglang_afd.topology import Role
 
@@ -38,7 +36,7 @@ def worker_ports(
         return ports
     serves = config.command_role is Role.ATTENTION
     socket, endpoint = _socket(controller, serves)
-    own = msgspec.to_builtins(config.agreement())
+    own: dict[str, object] = {**config.agreement()}
     try:
         if serves:
             theirs = _receive(config, socket, endpoint, deadline)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_afd.context import current
-from sglang_afd.topology import Role
 from sglang_afd.upstream.groups import attention_group
 from sglang_afd.upstream.hooks import Hook, Kind
+from sglang_afd.upstream.roles import on_ffn
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 
@@ -36,11 +36,8 @@ def _minimum_over_attention_ranks(
         module.get_available_gpu_memory = measure
 
 
-def _smallest_pool_on_ffn(
-    original: Callable[..., Any], configurator: Any, *args: Any, **kwargs: Any
-) -> Any:
-    if current().role is Role.ATTENTION:
-        return original(configurator, *args, **kwargs)
+@on_ffn
+def _smallest_pool_on_ffn(configurator: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
     from sglang.srt.runtime_context import get_schedule
 
@@ -54,11 +51,8 @@ def _smallest_pool_on_ffn(
     )
 
 
-def _no_kv_on_ffn(
-    original: Callable[..., Any], configurator: Any, *, sizes: Any, **kwargs: Any
-) -> Any:
-    if current().role is Role.ATTENTION:
-        return original(configurator, sizes=sizes, **kwargs)
+@on_ffn
+def _no_kv_on_ffn(configurator: Any, *, sizes: Any, **kwargs: Any) -> Any:
     from sglang.srt.mem_cache.memory_pool import NoOpMHATokenToKVPool
 
     return NoOpMHATokenToKVPool(

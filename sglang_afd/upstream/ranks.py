@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +20,7 @@ from sglang_afd.upstream import expert_layers
 from sglang_afd.upstream.groups import make_attention_group
 from sglang_afd.upstream.holdings import measure_buffers
 from sglang_afd.upstream.hooks import Hook, Kind
-
-logger = logging.getLogger(__name__)
+from sglang_afd.upstream.roles import on_ffn
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -88,16 +86,12 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
                 serve_step(plan, experts, transport)
         return _nothing_sampled(runner)
 
-    def sample_nothing(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-        if current().role is Role.ATTENTION:
-            return original(runner, *args, **kwargs)
+    @on_ffn
+    def sample_nothing(runner: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device=runner.device)
 
-    def no_graphs_on_ffn(
-        original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if current().role is Role.ATTENTION:
-            return original(runner, *args, **kwargs)
+    @on_ffn
+    def no_graphs_on_ffn(runner: Any, *args: Any, **kwargs: Any) -> None:
         from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
         # The one collective of all ranks inside what is left out here.
@@ -105,15 +99,10 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         runner.eager_runner = runner.prefill_cuda_graph_runner = None
         runner.decode_cuda_graph_runner = None
         runner.graph_memory_usage, runner.graph_time_usage = {}, {}
-        return None
 
-    def no_attention_on_ffn(
-        original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if current().role is Role.ATTENTION:
-            return original(runner, *args, **kwargs)
+    @on_ffn
+    def no_attention_on_ffn(runner: Any, *args: Any, **kwargs: Any) -> None:
         runner.attn_backend = runner.decode_attn_backend = None
-        return None
 
     return (
         Hook(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-from sglang_afd.addresses import port_problem
 from sglang_afd.checkpoint import read_checkpoint
 from sglang_afd.facts import Facts
 from sglang_afd.flags import parse
 from sglang_afd.machine import Gpu, Machine
+from sglang_afd.running import free_port
 
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -45,21 +44,13 @@ def ports_of(port: int) -> list[int]:
     return [port, *range(port, port + 14), *range(port + 233, port + 240)]
 
 
-def free_port() -> int:
-    """A port of which all `ports_of` are free, below those the system hands out by itself."""
-    for port in random.sample(range(10000, 30000), 1000):
-        if not any(port_problem("127.0.0.1", other) for other in ports_of(port)):
-            return port
-    raise AssertionError("this machine has no free ports")
-
-
 def make_facts(
     model: Path | str, *flags: str, machine: Machine | None = None, **environment: str
 ) -> Facts:
     """Facts of a 1A+1F command (unless `flags` give other counts), on a CPU without `machine`."""
     argv = ["--model-path", str(model), *ONE_OF_EACH, *flags]
     if not any(flag.startswith("--port") for flag in flags):
-        argv += ["--port", str(free_port())]
+        argv += ["--port", str(free_port(ports_of))]
     command = parse(argv, transport="deepep" if machine else "gloo")
     assert command.config is not None
     return Facts(

@@ -6,7 +6,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from typing import Any, Protocol
 
 import psutil
 
+from sglang_afd.addresses import port_problem
+from sglang_afd.upstream.ports import LOOPBACK
 from tests.support.client import Client
 from tests.support.processes import end_session, session_members, wait_until
 
@@ -222,18 +223,8 @@ def free_port() -> int:
         _next_port += _PORT_SPAN
         if _next_port > _LAST_PORT:
             _next_port = _FIRST_PORT
-        if all(_is_free(port + offset) for offset in _DERIVED):
+        if not any(port_problem(LOOPBACK, port + offset) for offset in _DERIVED):
             return port
 
 
 _next_port = _FIRST_PORT + os.getpid() % 40 * _PORT_SPAN
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

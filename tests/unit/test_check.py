@@ -14,7 +14,8 @@ import pytest
 from sglang_afd import check, start
 from sglang_afd.gate import GATES, Finding
 from sglang_afd.machine import Gpu, Machine, visible
-from tests.support.gate_facts import ONE_OF_EACH, free_port, write_model
+from sglang_afd.running import free_port
+from tests.support.gate_facts import ONE_OF_EACH, write_model
 
 
 def test_visible_devices() -> None:
