@@ -9,6 +9,10 @@ show that it serves and how much it holds, not its answers).
 Each part writes its own JSON file, so one that fails leaves the others' records. A second call with
 the same --out and --work does not repeat the references that are there already, nor compile again
 the kernels that the first one compiled.
+
+With --shared-gpu both ranks run on GPU 0, which takes turns between them: for the answers (parts
+references, bf16, fp8) on a machine with one GPU. What a rank holds there, and how fast it is, says
+nothing about two GPUs.
 """
 
 from __future__ import annotations
@@ -22,12 +26,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,7 +45,7 @@ from benchmarks.agreement import (
 )
 from benchmarks.fp8 import quantise_checkpoint
 from benchmarks.progress import say, starting
-from sglang_afd.running import Server, serve
+from sglang_afd.running import Server, free_port, serve, start
 from tests.support.checkpoints import seeded_qwen3_moe
 from tests.support.planting import Planting
 
@@ -50,13 +55,12 @@ LENGTHS = (3, 9, 17, 33, 64, 130, 200, 300, 470, 600, 777, 900)
 TOKENS = 64
 START = 280
 """Seconds for one start. DeepGEMM and Triton compile their kernels in the first forward."""
-AFD = ["--afd-attention-ranks", "1", "--afd-ffn-ranks", "1", "--afd-transport", "deepep"]
 COMMON = [
     *("--attention-backend", "fa3", "--sampling-backend", "pytorch"),
     *("--skip-server-warmup", "--random-seed", "1"),
 ]
 # Logits rounded to BF16 tie where they differ by less than 1/32: ties that no expert is behind.
-AGREEMENT = [*COMMON, "--mem-fraction-static", "0.5", "--enable-fp32-lm-head"]
+AGREEMENT = [*COMMON, "--mem-fraction-static", "0.3", "--enable-fp32-lm-head"]
 SHAPE = {
     "layers": 3,
     "hidden": 2048,
@@ -78,13 +82,46 @@ CALM: dict[str, Any] = {
 """Keeps rounding from deciding anything: see `tests.support.planting`."""
 
 
+class Deployment(NamedTuple):
+    """How the one attention and the one FFN rank are run."""
+
+    transport: str
+    shared_gpu: bool
+    """Both ranks on GPU 0: two commands, and an NCCL that is told to allow it."""
+
+    @contextmanager
+    def serve(self, name: str, args: list[str], *, port: int, logs: Path) -> Iterator[Server]:
+        """A server of AFD at 1A1F."""
+        flags = [
+            *("--afd-attention-ranks", "1", "--afd-ffn-ranks", "1"),
+            *("--afd-transport", self.transport, *args),
+        ]
+        common: dict[str, Any] = {"logs": logs, "timeout": START}
+        if not self.shared_gpu:
+            with serve(name, flags, port=port, tick=starting(name), **common) as server:
+                yield server
+            return
+        flags += ["--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
+        common["environment"] = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+        ffn = [*flags, "--afd-role", "ffn", "--node-rank", "1"]
+        attention = [*flags, "--afd-role", "attention", "--node-rank", "0"]
+        with (
+            start(f"{name}-ffn", ffn, port=port + 300, **common),
+            serve(name, attention, port=port, tick=starting(name), **common) as server,
+        ):
+            yield server
+
+
 def main() -> None:
     """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("/tmp/two_gpus"))
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--shared-gpu", action="store_true", help="both ranks on GPU 0")
+    parser.add_argument("--transport", default="deepep", help="an --afd-transport (%(default)s)")
     args = parser.parse_args()
+    afd = Deployment(args.transport, args.shared_gpu)
     args.out.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
     # Without this DeepGEMM compiles kernels for every number of rows, used or not.
@@ -96,13 +133,14 @@ def main() -> None:
         began = time.monotonic()
         say(f"part {name}")
         try:
-            result = PARTS[name](args.work, args.out)
+            result = PARTS[name](args.work, args.out, afd)
         except Exception as error:
             failed = True
             traceback.print_exc()
             result = {"failed": f"{type(error).__name__}: {error}"}
         result["seconds"] = time.monotonic() - began
-        text = json.dumps({"identity": identity(), "part": name, **result}, indent=1)
+        head = {"identity": identity(), "part": name, "deployment": afd._asdict()}
+        text = json.dumps({**head, **result}, indent=1)
         (args.out / f"{name}.json").write_text(text + "\n")
         say(f"part {name} took {result['seconds']:.0f} s\n{text[:2500]}")
     raise SystemExit(failed)
@@ -128,8 +166,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def references(work: Path, out: Path) -> dict[str, Any]:
-    """SGLang on one GPU, BF16 and FP8 each on a GPU of its own at the same time."""
+def references(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
+    """SGLang on one GPU, BF16 and FP8 at the same time (where there are two GPUs, one each)."""
     _checkpoints(work)
     with ThreadPoolExecutor(2) as pool:
         done = pool.map(lambda i: _reference(work, out, i), range(len(DTYPES)))
@@ -179,7 +217,7 @@ def _reference(work: Path, out: Path, gpu: int) -> dict[str, Any]:
         port=30000 + 500 * gpu,
         logs=out,
         module="sglang.launch_server",
-        environment={"CUDA_VISIBLE_DEVICES": str(gpu)},
+        environment={"CUDA_VISIBLE_DEVICES": str(gpu % max(1, torch.cuda.device_count()))},
         timeout=START,
         tick=starting(server_name),
     ) as server:
@@ -192,7 +230,7 @@ def _reference(work: Path, out: Path, gpu: int) -> dict[str, Any]:
     return result
 
 
-def agreement(work: Path, out: Path, name: str) -> dict[str, Any]:
+def agreement(work: Path, out: Path, afd: Deployment, name: str) -> dict[str, Any]:
     """Greedy tokens and teacher-forced ranks: AFD at 1A1F against SGLang on one GPU.
 
     Raises:
@@ -203,11 +241,9 @@ def agreement(work: Path, out: Path, name: str) -> dict[str, Any]:
     if found["made_of"] != _made_of():
         raise RuntimeError(f"{file} is missing or of another checkpoint; run the part references")
     reference = [Continuation(**entry) for entry in found["continuations"]]
-    args = ["--model-path", str(_checkpoints(work)[name]), *AGREEMENT, *AFD]
+    args = ["--model-path", str(_checkpoints(work)[name]), *AGREEMENT]
     server_name = f"{name}-afd"
-    with serve(
-        server_name, args, port=32000, logs=out, timeout=START, tick=starting(server_name)
-    ) as server:
+    with afd.serve(server_name, args, port=32000, logs=out) as server:
         say(f"{server_name} started in {server.start_seconds:.0f} s; it is compared")
         result = compare(server, reference, tokens=TOKENS)
         holdings = server.call("/server_info")["internal_states"][0]["afd"]
@@ -219,7 +255,7 @@ def agreement(work: Path, out: Path, name: str) -> dict[str, Any]:
     }
 
 
-def load(work: Path, out: Path) -> dict[str, Any]:
+def load(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
     """256 concurrent requests on Qwen3-30B-A3B's shape with dummy weights."""
     model = work / "qwen3-30b-a3b"
     model.mkdir(exist_ok=True)
@@ -227,13 +263,11 @@ def load(work: Path, out: Path) -> dict[str, Any]:
     (model / "config.json").write_text(published.read_text())
     _write_tokenizer(model, json.loads(published.read_text())["vocab_size"])
     args = [
-        *("--model-path", str(model), "--load-format", "dummy", *COMMON, *AFD),
+        *("--model-path", str(model), "--load-format", "dummy", *COMMON),
         *("--afd-max-tokens-per-rank", "256", "--max-running-requests", "256"),
         *("--mem-fraction-static", "0.8", "--context-length", "8192"),
     ]
-    with serve(
-        "load-afd", args, port=33000, logs=out, timeout=START, tick=starting("load-afd")
-    ) as server:
+    with afd.serve("load-afd", args, port=33000, logs=out) as server:
         say(f"load-afd started in {server.start_seconds:.0f} s; bench_serving runs")
         holdings = server.call("/server_info")["internal_states"][0]["afd"]
         bench = _bench(server, model, out)
@@ -272,7 +306,7 @@ def _bench(server: Server, model: Path, out: Path) -> dict[str, Any]:
     return {"command": command[1:], **{key: result.get(key) for key in keep}}
 
 
-PARTS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Path, Path, Deployment], dict[str, Any]]] = {
     "references": references,
     "bf16": partial(agreement, name="bf16"),
     "fp8": partial(agreement, name="fp8"),

@@ -61,7 +61,7 @@ def serve(
     timeout: float = 400,
     tick: Callable[[Path], None] = lambda log: None,
 ) -> Iterator[Server]:
-    """Run ``python -m module args`` until the block ends.
+    """Run ``python -m module args`` until the block ends; begin the block when it is healthy.
 
     Args:
         logs: folder for ``name.log``, the server's output.
@@ -69,6 +69,30 @@ def serve(
 
     Raises:
         ServerFailed: the server ended, or was not healthy within `timeout` seconds.
+    """
+    starting = start(
+        name, args, logs=logs, port=port, module=module, environment=environment, timeout=timeout,
+        tick=tick,
+    )  # fmt: skip
+    with starting as healthy:
+        yield healthy()
+
+
+@contextmanager
+def start(
+    name: str,
+    args: Sequence[str],
+    *,
+    logs: Path,
+    port: int | None = None,
+    module: str = "sglang_afd.launch_server",
+    environment: dict[str, str] | None = None,
+    timeout: float = 400,
+    tick: Callable[[Path], None] = lambda log: None,
+) -> Iterator[Callable[[], Server]]:
+    """As `serve`, but begin the block at once; what it is given waits until the server is healthy.
+
+    So two commands that wait for each other can start at the same time.
     """
     log = logs / f"{name}.log"
     port = free_port() if port is None else port
@@ -81,9 +105,13 @@ def serve(
             env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
-    try:
+
+    def healthy() -> Server:
         _await_health(process, name, port, log, timeout, tick)
-        yield Server(name, port, time.monotonic() - began, log)
+        return Server(name, port, time.monotonic() - began, log)
+
+    try:
+        yield healthy
     finally:
         _end(process)
 

@@ -14,6 +14,8 @@ from benchmarks.agreement import Continuation
 
 pytestmark = pytest.mark.unit
 
+AFD = two_gpus.Deployment("deepep", shared_gpu=False)
+
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -38,9 +40,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_references_are_not_made_twice(started: list[str], tmp_path: Path) -> None:
-    first = two_gpus.references(tmp_path, tmp_path)
+    first = two_gpus.references(tmp_path, tmp_path, AFD)
     assert sorted(started) == ["bf16-one-gpu", "fp8-one-gpu"]
-    assert two_gpus.references(tmp_path, tmp_path) == first
+    assert two_gpus.references(tmp_path, tmp_path, AFD) == first
     assert len(started) == 2
     assert first["bf16"] == {
         "start_seconds": 1.0,
@@ -51,16 +53,16 @@ def test_references_are_not_made_twice(started: list[str], tmp_path: Path) -> No
 def test_references_of_another_checkpoint_are_made_again(
     started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two_gpus.references(tmp_path, tmp_path)
+    two_gpus.references(tmp_path, tmp_path, AFD)
     monkeypatch.setattr(two_gpus, "SHAPE", {**two_gpus.SHAPE, "layers": 5})
-    two_gpus.references(tmp_path, tmp_path)
+    two_gpus.references(tmp_path, tmp_path, AFD)
     assert len(started) == 4
 
 
 def test_one_lost_reference_is_made_alone(started: list[str], tmp_path: Path) -> None:
-    two_gpus.references(tmp_path, tmp_path)
+    two_gpus.references(tmp_path, tmp_path, AFD)
     (tmp_path / "fp8-continuations.json").unlink()
-    two_gpus.references(tmp_path, tmp_path)
+    two_gpus.references(tmp_path, tmp_path, AFD)
     assert started[2:] == ["fp8-one-gpu"]
 
 
@@ -68,15 +70,15 @@ def test_agreement_without_references_says_what_to_run(
     started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RuntimeError, match="run the part references"):
-        two_gpus.agreement(tmp_path, tmp_path, "bf16")
-    two_gpus.references(tmp_path, tmp_path)
+        two_gpus.agreement(tmp_path, tmp_path, AFD, "bf16")
+    two_gpus.references(tmp_path, tmp_path, AFD)
     monkeypatch.setattr(two_gpus, "SEED", 1)
     with pytest.raises(RuntimeError, match="of another checkpoint"):
-        two_gpus.agreement(tmp_path, tmp_path, "bf16")
+        two_gpus.agreement(tmp_path, tmp_path, AFD, "bf16")
     assert len(started) == 2
 
 
 def test_continuations_are_kept_as_they_were(started: list[str], tmp_path: Path) -> None:
-    two_gpus.references(tmp_path, tmp_path)
+    two_gpus.references(tmp_path, tmp_path, AFD)
     kept = json.loads((tmp_path / "bf16-continuations.json").read_text())["continuations"]
     assert [Continuation(**entry) for entry in kept] == [Continuation([3], [4], [-0.5])]
