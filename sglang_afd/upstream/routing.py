@@ -68,7 +68,11 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         if wanted is not None and wanted not in range(attention):
             raise ValueError(
                 f"DP rank {wanted} takes no requests: attention ranks are 0 to {attention - 1}"
-                + (", the others run experts" if attention <= wanted < config.topology.dp_size else "")
+                + (
+                    ", the others run experts"
+                    if attention <= wanted < config.topology.dp_size
+                    else ""
+                )
             )
 
     def route_only_to_attention_ranks(

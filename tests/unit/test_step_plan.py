@@ -117,7 +117,7 @@ def test_a_mismatch_names_the_first_world_rank_of_a_tensor_parallel_peer() -> No
     topology = Topology(2, 1, attention_tp=2)
     rows = gathered(topology, [3, 4])
     rows[1][0] = 9
-    with pytest.raises(PlanMismatch, match=r"attention rank 1 .* attention rank 2 .* in step 9"):
+    with pytest.raises(PlanMismatch, match=r"attention rank 0.1 .* attention rank 1.0 .* in step 9"):
         StepPlan.from_rows(rows, topology, 8, rank=1)
 
 
