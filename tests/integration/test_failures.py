@@ -129,18 +129,23 @@ def test_killed_rank(start: Start, rank: int, name: str) -> None:
     assert answered() != "200"
 
 
+NO_OVERLAP = ("--disable-overlap-schedule",)
+
+
 @pytest.mark.parametrize(
-    ("rank", "busy"),
+    ("rank", "busy", "flags"),
     [
-        (0, False),
-        (2, True),
-        pytest.param(0, True, marks=pytest.mark.full),
-        pytest.param(2, False, marks=pytest.mark.full),
+        (0, False, ()),
+        (2, True, ()),
+        (2, False, NO_OVERLAP),
+        pytest.param(0, True, (), marks=pytest.mark.full),
+        pytest.param(2, False, (), marks=pytest.mark.full),
+        pytest.param(1, True, NO_OVERLAP, marks=pytest.mark.full),
     ],
 )
-def test_hanging_rank(start: Start, rank: int, busy: bool) -> None:
-    """A rank that hangs, also while idle, is noticed after the exchange timeout."""
-    world = start([*A2F1, "--afd-exchange-timeout", "5"]).wait_healthy()
+def test_hanging_rank(start: Start, rank: int, busy: bool, flags: tuple[str, ...]) -> None:
+    """A rank that hangs, also while idle, is noticed after the exchange timeout, by its name."""
+    world = start([*A2F1, "--afd-exchange-timeout", "5", *flags]).wait_healthy()
     answered = in_mid_request(world) if busy else None
     before = len(world.log)
     scheduler(world.pid, rank).send_signal(signal.SIGSTOP)
