@@ -22,7 +22,6 @@ START_BY_ENV = "SGLANG_AFD_START_BY"
 """Reading of ``time.monotonic()``, one clock for all processes of a host, by which the command's
 ranks must be ready; set when the command starts."""
 TRANSPORTS = ("gloo", "deepep")
-MAX_TOP_K = 16
 
 
 class ConfigError(ValueError):
