@@ -7,7 +7,9 @@ environment variable `ENV` while it starts processes; each child reads it back u
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,8 +18,10 @@ import msgspec
 from sglang_afd.topology import Role, Topology
 
 ENV = "SGLANG_AFD_CONFIG"
+START_BY_ENV = "SGLANG_AFD_START_BY"
+"""Reading of ``time.monotonic()``, one clock for all processes of a host, by which the command's
+ranks must be ready; set when the command starts."""
 TRANSPORTS = ("gloo", "deepep")
-MAX_TOP_K = 16
 
 
 class ConfigError(ValueError):
@@ -58,7 +62,7 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             ("--afd-startup-timeout", self.startup_timeout),
             ("--afd-exchange-timeout", self.exchange_timeout),
         ):
-            if not value > 0:
+            if not 0 < value < math.inf:
                 raise ConfigError(f"{flag} is {value}; it must be a positive number of seconds")
 
     @property
@@ -73,6 +77,11 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.command_role is Role.ATTENTION:
             return self.topology.attention_world
         return self.topology.ffn_world
+
+    def start_by(self) -> float:
+        """Reading of ``time.monotonic()`` by which the ranks of this command must be ready."""
+        stamped = os.environ.get(START_BY_ENV)
+        return float(stamped) if stamped else time.monotonic() + self.startup_timeout
 
     def agreement(self) -> dict[str, int | float | str]:
         """What all ranks of one world must have equal, whichever command started them."""

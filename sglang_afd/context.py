@@ -30,7 +30,8 @@ class RankContext:
     """False while the rank starts: forwards are warm-ups and exchange nothing."""
     plan: StepPlan | None = None
     """The plan of the step that runs next, or None outside of steps."""
-    _step_id: int = field(default=-1, init=False)
+    row: PlanRow | None = field(default=None, init=False)
+    """What this rank last contributed to a plan; None before its first step."""
 
     def __post_init__(self) -> None:
         self.config_hash = fingerprint(self.agreement)
@@ -52,8 +53,9 @@ class RankContext:
 
     def next_row(self, kind: int, rows: int) -> PlanRow:
         """Enter the next step and return what this rank contributes to its plan."""
-        self._step_id += 1
-        return PlanRow(self._step_id, kind, rows, self.config_hash)
+        step_id = 0 if self.row is None else self.row.step_id + 1
+        self.row = PlanRow(step_id, kind, rows, self.config_hash)
+        return self.row
 
     def loads_tensor(self, name: str) -> bool:
         """Whether this rank's role reads the checkpoint tensor `name`."""

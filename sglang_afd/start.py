@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from sglang_afd import embedded
 from sglang_afd.checkpoint import read_checkpoint
 from sglang_afd.command_line import expand_config_file, int_value, last_value, values
-from sglang_afd.config import ENV, ConfigError
+from sglang_afd.config import ENV, START_BY_ENV, ConfigError
 from sglang_afd.facts import Facts
 from sglang_afd.flags import Command, add_flags, parse
 from sglang_afd.gate import findings
@@ -56,6 +57,7 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
     Raises:
         Refused: the command line cannot be right, or a gate refuses it.
     """
+    began = time.monotonic()
     command, facts, on_cpu = _read(argv, program)
     args = list(command.sglang_args)
     if facts is not None:
@@ -63,15 +65,14 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
         if refused:
             raise Refused("\n  ".join(f"{f.gate}: {f.message}; {f.mend}" for f in refused))
     if on_cpu:
-        from sglang_afd.platform.defaults import cpu_environment, cpu_server_args
+        from sglang_afd.platform.defaults import cpu_server_args
 
         ranks = command.config.topology.world_size if command.config else _plain_ranks(args)
-        for name, value in cpu_environment(ranks).items():
-            os.environ.setdefault(name, value)
-        os.environ[CPU_ENV] = "1"
+        _set_cpu_environment(ranks, program)
         args += cpu_server_args(args)
     if command.config is not None:
         os.environ[ENV] = command.config.to_json()
+        os.environ[START_BY_ENV] = str(began + command.config.startup_timeout)
     return Command(command.config, args)
 
 
@@ -119,6 +120,22 @@ def _read(argv: Sequence[str], program: str) -> _Request:
             environment=dict(os.environ),
         )
     return _Request(Command(command.config, args), facts, on_cpu)
+
+
+def _set_cpu_environment(ranks: int, program: str) -> None:
+    """Set what the CPU platform needs; say which of the user's own values that replaces."""
+    from sglang_afd.platform.defaults import REQUIRED_ENVIRONMENT, cpu_environment
+
+    replaced = [
+        f"{name}={value} in place of {os.environ[name]}"
+        for name, value in REQUIRED_ENVIRONMENT.items()
+        if os.environ.get(name) not in (None, "", value)
+    ]
+    if replaced:
+        print(f"{program}: the ranks run on the CPU: {', '.join(replaced)}", flush=True)
+    for name, value in cpu_environment(ranks).items():
+        os.environ.setdefault(name, value)
+    os.environ.update({**REQUIRED_ENVIRONMENT, CPU_ENV: "1"})
 
 
 def _plain_ranks(args: Sequence[str]) -> int:

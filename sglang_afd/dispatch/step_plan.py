@@ -69,31 +69,50 @@ class StepPlan:
 
     @classmethod
     def from_rows(
-        cls, gathered: Sequence[Sequence[int]], topology: Topology, cap: int, rank: int
+        cls,
+        gathered: Sequence[Sequence[int]],
+        topology: Topology,
+        cap: int,
+        rank: int,
+        own: PlanRow,
     ) -> StepPlan:
         """Derive the plan from the gathered rows, one `PlanRow` per DP rank.
 
+        Args:
+            own: what world rank `rank` itself contributed: of a DP rank's world ranks only the
+                first one's row is among `gathered`.
+
         Raises:
-            PlanMismatch: step ids or configuration hashes differ, or an F rank announces rows.
+            PlanMismatch: this rank's step id or configuration hash is not every DP rank's, its
+                rows are not its DP rank's, or an F rank announces rows.
         """
         parts = [PlanRow(*row) for row in gathered]
-        own = parts[topology.dp_rank_of(rank)]
+        name = topology.name_of(rank)
         for dp_rank, part in enumerate(parts):
             peer = topology.name_of(dp_rank * topology.attention_tp)
             if part.config_hash != own.config_hash:
                 raise PlanMismatch(
-                    f"{topology.name_of(rank)} and {peer} run different configurations (hash "
+                    f"{name} and {peer} run different configurations (hash "
                     f"{own.config_hash:x} against {part.config_hash:x}); start every command with "
                     f"the same --afd-* flags, model and package versions"
                 )
             if part.step_id != own.step_id:
                 raise PlanMismatch(
-                    f"{topology.name_of(rank)} is in step {own.step_id}, {peer} in step "
-                    f"{part.step_id}; the ranks lost step, restart the deployment"
+                    f"{name} is in step {own.step_id}, {peer} in step {part.step_id}; the ranks "
+                    f"lost step, restart the deployment"
                 )
+            if part.rows and dp_rank >= topology.attention_ranks:
+                raise PlanMismatch(
+                    f"{peer} announced {part.rows} rows of its own in step {part.step_id}, but an "
+                    f"FFN rank must never hold requests; restart the deployment"
+                )
+        announced = parts[topology.dp_rank_of(rank)]
+        if own.rows != announced.rows:
+            raise PlanMismatch(
+                f"{name} has {own.rows} rows in step {own.step_id}, but the first rank of its DP "
+                f"rank announced {announced.rows}; restart the deployment"
+            )
         rows = [0] * topology.world_size
         for world_rank in topology.attention_world:
             rows[world_rank] = parts[topology.dp_rank_of(world_rank)].rows
-        if any(parts[topology.dp_rank_of(r)].rows for r in topology.ffn_world):
-            raise PlanMismatch("an FFN rank announced rows of its own; it must never hold requests")
         return cls(own.step_id, tuple(StepKind(p.kind) for p in parts), tuple(rows), cap)

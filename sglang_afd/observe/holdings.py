@@ -20,8 +20,9 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     """Elements of all weights."""
     weight_bytes: int
-    load_peak_bytes: int
-    """Largest amount that loading the weights held at once, the weights included."""
+    load_peak_bytes: int | None
+    """Largest amount that loading the weights held at once, the weights included; None where the
+    machine does not let it be measured."""
     kv_tokens: int
     kv_bytes: int
     communicator_bytes: int
@@ -44,7 +45,7 @@ def table(holdings: Sequence[Holdings]) -> str:
             str(h.experts),
             f"{h.parameters:,}",
             size(h.weight_bytes),
-            size(h.load_peak_bytes),
+            "not measured" if h.load_peak_bytes is None else size(h.load_peak_bytes),
             f"{h.kv_tokens:,}",
             size(h.kv_bytes),
             size(h.communicator_bytes),

@@ -7,6 +7,7 @@ experts alone: a layer of E/F experts on one expert-parallel rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import product, starmap
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from sglang_afd.attention.exchange import AttentionExchange
 from sglang_afd.context import current
 from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
+from sglang_afd.families import ExpertTensor
 from sglang_afd.topology import Role
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.shadow import parallel_view
@@ -85,10 +87,16 @@ class ExpertModel(nn.Module):
             )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load this rank's expert tensors; other names are ignored."""
+        """Load this rank's expert tensors; other names are ignored.
+
+        Raises:
+            ValueError: the checkpoint lacks a tensor, or has one that the layers have no place for.
+        """
         context = current()
         parameters = dict(self.named_parameters())
-        loaded = set()
+        suffixes = {name.split("_", 1)[1] for name in parameters}
+        every = product(context.facts.layers, self.owned, ("w1", "w2", "w3"), suffixes)
+        missing = set(starmap(ExpertTensor, every))
         for name, value in weights:
             tensor = context.family.expert_tensor(name)
             if tensor is None or tensor.expert not in self.owned:
@@ -105,17 +113,13 @@ class ExpertModel(nn.Module):
                 shard_id=tensor.projection,
                 expert_id=tensor.expert - self.owned.start,
             )
-            loaded.add((tensor.layer, tensor.expert, tensor.projection, tensor.suffix))
-        suffixes = {name.split("_", 1)[1] for name in parameters}
-        for layer in context.facts.layers:
-            for expert in self.owned:
-                for projection in ("w1", "w2", "w3"):
-                    for suffix in suffixes:
-                        if (layer, expert, projection, suffix) not in loaded:
-                            raise ValueError(
-                                f"{context.name} found no {projection} {suffix} of expert {expert} "
-                                f"in layer {layer}: the checkpoint is incomplete"
-                            )
+            missing.discard(tensor)
+        if missing:
+            layer, expert, projection, suffix = min(missing)
+            raise ValueError(
+                f"{context.name} found no {projection} {suffix} of expert {expert} in layer "
+                f"{layer} ({len(missing)} tensors are missing): the checkpoint is incomplete"
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         """An F rank runs `sglang_afd.ffn.serve`, never a forward of its own."""

@@ -15,6 +15,7 @@ from sglang_afd.dispatch.make import make_transport
 from sglang_afd.dispatch.transport import Transport
 from sglang_afd.families import family_of
 from sglang_afd.ffn.serve import serve_step
+from sglang_afd.identity import checkpoint_identity
 from sglang_afd.topology import Role
 from sglang_afd.upstream import expert_layers
 from sglang_afd.upstream.groups import make_attention_group
@@ -33,9 +34,9 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     experts: list[Any] = []
 
     def learn_rank(_: None, scheduler: Any) -> None:
-        from sglang.srt.runtime_context import get_parallel, get_schedule
+        from sglang.srt.runtime_context import get_model, get_parallel, get_schedule
 
-        model = scheduler.model_config
+        model, schedule = scheduler.model_config, get_schedule()
         family = family_of(model.hf_config.architectures[0])
         facts = family.facts(model.hf_text_config)
         agreement: dict[str, object] = {
@@ -43,7 +44,11 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             "model": f"{model.hf_config.architectures[0]} {facts}",
             "dtype": str(model.dtype),
             "quantization": str(model.quantization),
-            "chunked_prefill_size": get_schedule().chunked_prefill_size,
+            **checkpoint_identity(model.model_path, getattr(model.hf_config, "_commit_hash", None)),
+            "load_format": str(get_model().load_format),
+            "revision": model.revision,
+            "chunked_prefill_size": schedule.chunked_prefill_size,
+            "disable_overlap_schedule": schedule.disable_overlap_schedule,
             "sglang_afd": importlib.metadata.version("sglang_afd"),
         }
         enter(RankContext(config, get_parallel().tp_rank, family, facts, agreement))

@@ -23,7 +23,13 @@ def gathered(topology: Topology, rows: list[int]) -> list[list[int]]:
 
 
 def plan_of(topology: Topology, rows: list[int], cap: int, rank: int = 0) -> StepPlan:
-    return StepPlan.from_rows(gathered(topology, rows), topology, cap, rank)
+    return plan_from(gathered(topology, rows), topology, cap, rank)
+
+
+def plan_from(parts: list[list[int]], topology: Topology, cap: int, rank: int) -> StepPlan:
+    """The plan of a rank that contributed what its DP rank announced."""
+    own = PlanRow(*parts[topology.dp_rank_of(rank)])
+    return StepPlan.from_rows(parts, topology, cap, rank, own)
 
 
 @st.composite
@@ -96,7 +102,7 @@ def test_ranks_that_disagree_are_refused_with_both_names(column: int, other: int
     rows[odd][column] = other
     own = next(rank for rank in range(3) if rank != odd)
     with pytest.raises(PlanMismatch) as mismatch:
-        StepPlan.from_rows(rows, THREE, 8, own)
+        plan_from(rows, THREE, 8, own)
     message = str(mismatch.value)
     assert message.startswith(THREE.name_of(own))
     assert THREE.name_of(odd) in message
@@ -110,20 +116,47 @@ def test_the_odd_rank_notices_too() -> None:
     rows = gathered(THREE, [3, 4])
     rows[2][3] = HASH + 1
     with pytest.raises(PlanMismatch, match=r"^FFN rank 0 \(world rank 2\) and attention rank 0"):
-        StepPlan.from_rows(rows, THREE, 8, rank=2)
+        plan_from(rows, THREE, 8, rank=2)
 
 
 def test_a_mismatch_names_the_first_world_rank_of_a_tensor_parallel_peer() -> None:
     topology = Topology(2, 1, attention_tp=2)
     rows = gathered(topology, [3, 4])
     rows[1][0] = 9
-    with pytest.raises(PlanMismatch, match=r"attention rank 1 .* attention rank 2 .* in step 9"):
-        StepPlan.from_rows(rows, topology, 8, rank=1)
+    with pytest.raises(
+        PlanMismatch, match=r"attention rank 0.1 .* attention rank 1.0 .* in step 9"
+    ):
+        plan_from(rows, topology, 8, rank=1)
 
 
-def test_rows_announced_by_an_ffn_rank_are_refused() -> None:
-    rows = gathered(THREE, [3, 4])
-    rows[2][2] = 1
-    for rank in range(3):
-        with pytest.raises(PlanMismatch, match="FFN rank"):
-            StepPlan.from_rows(rows, THREE, 8, rank)
+@pytest.mark.parametrize(
+    ("column", "other", "said"),
+    [
+        (0, 8, "is in step 8, attention rank 0.0 (world rank 0) in step 7"),
+        (2, 5, "has 5 rows in step 7, but the first rank of its DP rank announced"),
+        (3, HASH + 1, "different configurations"),
+    ],
+    ids=["step", "rows", "hash"],
+)
+@pytest.mark.parametrize("rank", [3, 5], ids=["attention", "ffn"])
+def test_a_rank_whose_row_is_not_gathered_compares_its_own(
+    rank: int, column: int, other: int, said: str
+) -> None:
+    """Only the first world rank's row of each DP rank is gathered."""
+    topology = Topology(2, 1, attention_tp=2)
+    rows = gathered(topology, [3, 4])
+    own = list(rows[topology.dp_rank_of(rank)])
+    own[column] = other
+    with pytest.raises(PlanMismatch) as mismatch:
+        StepPlan.from_rows(rows, topology, 8, rank, PlanRow(*own))
+    assert str(mismatch.value).startswith(topology.name_of(rank))
+    assert said in str(mismatch.value)
+
+
+def test_rows_announced_by_an_ffn_rank_are_refused_with_its_name() -> None:
+    topology = Topology(2, 2)
+    rows = gathered(topology, [3, 4])
+    rows[3][2] = 1
+    for rank in range(4):
+        with pytest.raises(PlanMismatch, match=r"^FFN rank 1 \(world rank 3\) announced 1 rows"):
+            plan_from(rows, topology, 8, rank)
