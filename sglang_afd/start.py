@@ -17,7 +17,7 @@ from sglang_afd.checkpoint import read_checkpoint
 from sglang_afd.command_line import expand_config_file, int_value, last_value, values
 from sglang_afd.config import ENV, START_BY_ENV, ConfigError
 from sglang_afd.facts import Facts
-from sglang_afd.flags import Command, add_flags, parse
+from sglang_afd.flags import Command, add_flags, parse, placement
 from sglang_afd.gate import findings
 from sglang_afd.machine import this_machine
 from sglang_afd.plugin import CPU_ENV
@@ -103,6 +103,10 @@ def _read(argv: Sequence[str], program: str) -> _Request:
         on_cpu = device == "cpu" if device is not None else not machine.has_accelerator
         has_deepep = not on_cpu and "deep_ep" in machine.packages
         command = parse(expanded, transport="deepep" if has_deepep else "gloo")
+        if command.config is not None and not on_cpu:
+            command.sglang_args.extend(
+                placement(command.config, command.sglang_args, len(machine.gpus))
+            )
     except (ConfigError, TopologyError) as error:
         raise Refused(str(error)) from error
     args = command.sglang_args if command.config is not None else list(argv)
