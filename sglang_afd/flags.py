@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sglang_afd.command_line import last_value, values
+from sglang_afd.addresses import is_local, parse_address
+from sglang_afd.command_line import int_value, last_value, values
 from sglang_afd.config import TRANSPORTS, AfdConfig, ConfigError
 from sglang_afd.topology import Role
 
@@ -101,7 +102,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--afd-role",
         choices=[role.value for role in Role],
         help="start only this role's ranks here; the other role is a second command with the same "
-        "flags (with --nnodes 2 --node-rank 0|1 --dist-init-addr HOST:PORT; attention is rank 0)",
+        "flags (with --nnodes 2 --node-rank 0|1 --dist-init-addr HOST:PORT; attention is rank 0). "
+        "On one machine with a GPU for every rank of both, FFN ranks take the GPUs after those of "
+        "the attention ranks; --base-gpu-id chooses others",
     )
 
 
@@ -148,6 +151,28 @@ def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Comma
     _refuse_owned(rest)
     _check_commands(config, rest)
     return Command(config, [*rest, *_sglang_flags(config, rest, on_cpu)])
+
+
+def placement(config: AfdConfig, args: Sequence[str], gpus: int) -> list[str]:
+    """The flags that keep an FFN command off the GPUs of an attention command on this machine.
+
+    Args:
+        gpus: devices that this command sees; if there are fewer than ranks, roles may share them.
+
+    Raises:
+        ConfigError: --gpu-id-step is no integer.
+    """
+    address = last_value(args, "--dist-init-addr", "--nccl-init-addr")
+    if config.command_role is not Role.FFN or address is None or values(args, "--base-gpu-id"):
+        return []
+    step = int_value(args, "--gpu-id-step", default=1)
+    first = step * config.topology.ffn_world.start
+    last = step * (config.topology.world_size - 1)
+    try:
+        together = is_local(parse_address(address).host)
+    except ValueError:
+        return []  # the address gate says what is wrong with it
+    return ["--base-gpu-id", str(first)] if together and last < gpus else []
 
 
 def _refuse_owned(args: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from sglang_afd.checkpoint import read_checkpoint
 from sglang_afd.command_line import expand_config_file, int_value, last_value, values
 from sglang_afd.config import ENV, START_BY_ENV, ConfigError
 from sglang_afd.facts import Facts
-from sglang_afd.flags import Command, add_flags, parse
+from sglang_afd.flags import Command, add_flags, parse, placement
 from sglang_afd.gate import findings
 from sglang_afd.machine import this_machine
 from sglang_afd.plugin import CPU_ENV
@@ -115,7 +115,10 @@ def _read(argv: Sequence[str], program: str) -> _Request:
         model = ["--model-path", str(embedded.path())]
     if command.config is None:
         return _Request(Command(None, [*argv, *model]), None, on_cpu)
-    checkpoint = read_checkpoint([*command.sglang_args, *model])
+    added = list(model)
+    if not on_cpu:
+        added += placement(command.config, command.sglang_args, len(machine.gpus))
+    checkpoint = read_checkpoint([*command.sglang_args, *added])
 
     def facts_with(transport: str) -> Facts:
         """The deployment's facts, `transport` being what ``auto`` stands for."""
@@ -123,7 +126,7 @@ def _read(argv: Sequence[str], program: str) -> _Request:
         assert parsed.config is not None
         return Facts(
             config=parsed.config,
-            args=(*parsed.sglang_args, *model),
+            args=(*parsed.sglang_args, *added),
             checkpoint=checkpoint,
             machine=machine,
             on_cpu=on_cpu,
