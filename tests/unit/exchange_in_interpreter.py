@@ -169,7 +169,9 @@ def exchange(ends: Ends, rows: list[RoutedRows], slots: list[int], spans: list[S
         batch = end.receive(spans)
         check_received(ends, index, batch, [rows[n] for n in sources], [slots[n] for n in sources])
         first = index * ends.num_experts // len(ends.ffn)
-        end.reply(run_experts(batch.hidden, batch.expert_ids + first), spans)
+        outputs = run_experts(batch.hidden, batch.expert_ids + first)
+        outputs[batch.expert_ids < 0] = torch.nan  # what no expert has written
+        end.reply(outputs, spans)
     for n in sources:
         got = ends.attention[n].combine(sent[n])
         assert torch.equal(got, expected(rows[n], ends.num_experts, len(ends.ffn)))

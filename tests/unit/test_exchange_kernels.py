@@ -8,18 +8,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from triton import JITFunction
 
-from sglang_afd.dispatch.channel import Layout, Shape, channel_bytes, layouts
+from sglang_afd.dispatch.channel import Layout, Shape, Span, channel_bytes, layouts
+from sglang_afd.dispatch.transport import RoutedRows
 from sglang_afd.kernels import exchange_reference as reference
 from sglang_afd.topology import Topology
-from tests.support.local_ends import make_ends
+from tests.support.local_ends import make_ends, run_experts
 
 pytestmark = pytest.mark.unit
 
@@ -41,6 +45,37 @@ def test_kernels_in_the_interpreter() -> None:
     )
     print(done.stdout, done.stderr, sep="\n")
     assert done.returncode == 0
+
+
+def test_no_exchange_compiles_a_kernel_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its counts and wherever its rows lie; compiling takes long, and lanes wait then."""
+    seen = defaultdict(set)
+
+    def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        values = {**dict(zip(kernel.arg_names, args)), **options}
+        for parameter in kernel.params:
+            value: Any = values[parameter.name]
+            if isinstance(value, torch.Tensor):
+                unlike = value.data_ptr() % 16 and not parameter.do_not_specialize_on_alignment
+                value = value.dtype, unlike
+            elif not parameter.is_constexpr:
+                value = not parameter.do_not_specialize and (value == 1, value % 16)
+            seen[kernel.__name__, parameter.name].add(value)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    ends = make_ends(Topology(3, 1), 6, Shape(32, 16, 5, torch.bfloat16))
+    hidden, ids, weights = torch.zeros(22, 16).bfloat16(), torch.zeros(22, 5), torch.zeros(22, 5)
+    for start, stop in ((0, 1), (1, 17), (17, 22)):
+        rows = RoutedRows(*(part[start:stop] for part in (hidden, ids.long(), weights)))
+        for first, sources in ((0, 1), (1, 1), (2, 1), (0, 3)):
+            span = Span(first, sources, stop - start)
+            sent = ends.attention[first].dispatch(rows, slots=stop - start)
+            batch = ends.ffn[0].receive([span])
+            ends.ffn[0].reply(run_experts(batch.hidden, batch.expert_ids), [span])
+            ends.attention[first].combine(sent)
+    assert {kernel for kernel, _ in seen} == {"_send_rows", "_wait", "_return_rows", "_sum_replies"}
+    several = {name: values for name, values in seen.items() if len(values) > 1}
+    assert several == {("_wait", "COUNTS_HERE"): {True, False}}  # a role has one of them
 
 
 shapes = st.builds(
