@@ -28,6 +28,12 @@ import triton.language as tl
 _MAX_BLOCK = 2048  # elements of a row that one block moves at a time
 _WARPS = 8
 
+# Triton compiles a kernel anew for counts of 1 or multiples of 16, and for addresses of other
+# alignment: with counts that change from exchange to exchange, while lanes wait.
+_COUNTS = ["rows", "cap", "first", "count", "rows_each", "sources"]
+_ROUTING = ["expert_ids", "weights"]
+_compiled_once = triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_ROUTING)
+
 INTERPRETED = triton.knobs.runtime.interpret
 """The kernels run in Triton's interpreter, on CPU tensors."""
 
@@ -48,7 +54,7 @@ def _is_last(ticket):
     return last
 
 
-@triton.jit
+@_compiled_once
 def _send_rows(
     hidden,
     expert_ids,
@@ -100,7 +106,7 @@ def _send_rows(
             _store_exchange_number(flag, number)
 
 
-@triton.jit
+@_compiled_once
 def _wait(
     flags,
     exchanges,
@@ -136,7 +142,7 @@ def _wait(
             tl.store(exchanges + peer, number)
 
 
-@triton.jit
+@_compiled_once
 def _return_rows(
     outputs,
     expert_ids,
@@ -183,7 +189,7 @@ def _return_rows(
             _store_exchange_number(flag, tl.load(exchanges + source))
 
 
-@triton.jit
+@_compiled_once
 def _sum_replies(
     replies,
     expert_ids,

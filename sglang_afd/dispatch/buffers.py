@@ -13,6 +13,10 @@ from sglang_afd.topology import Topology
 _MIB = 2**20
 _FP8_BLOCK = 128  # elements of a row that share one scale
 _ALIGNMENT = 256  # of a field in an nvlink channel
+_SIGNAL_PAD = 2048
+"""PyTorch appends this to symmetric memory."""
+_MAPPED_STEP = 2 * _MIB
+"""CUDA maps memory between processes in steps of this."""
 _HEAP_STEP = 512 * _MIB
 """NVSHMEM's heap grows by this (DeepEP sets it); the first step also holds NVSHMEM's own things."""
 _HEAP_OWN = 64 * _MIB
@@ -86,7 +90,8 @@ def deepep(topology: Topology, rows: Rows) -> Buffers:
 
 def nvlink(topology: Topology, rows: Rows) -> Buffers:
     """An arena of the same size on all ranks, and the outputs of the largest round's experts."""
-    kept = sum(_channel(topology, rows, cap) for cap in (rows.decode, rows.block))
+    channels = sum(_channel(topology, rows, cap) for cap in (rows.decode, rows.block))
+    kept = _aligned(channels + _SIGNAL_PAD, _MAPPED_STEP)
     sources = len(topology.attention_world)
     most = max(sources * rows.decode, sources * rows.block)
     row = rows.hidden_size * rows.itemsize

@@ -221,7 +221,10 @@ class FfnEnd:
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
 
     def receive(self, spans: Sequence[Span]) -> RowBatch:
-        """Wait for the spans' sources; return their rows span by span (one span: in place)."""
+        """Wait for the spans' sources; return their rows span by span.
+
+        In place where one span takes all `cap` rows of its sources, or has one source.
+        """
         for span in spans:
             kernels.wait(
                 self._flags,
@@ -232,10 +235,11 @@ class FfnEnd:
                 seconds=self._waits.seconds,
                 counts_here=True,
             )
-        taken = [self._taken(span) for span in spans]
         return RowBatch(
             *(
-                field[taken[0]] if len(taken) == 1 else torch.cat([field[rows] for rows in taken])
+                self._taken(field, spans[0])
+                if len(spans) == 1
+                else torch.cat([self._taken(field, span) for span in spans])
                 for field in (self._rows, self._ids, self._weights)
             )
         )
@@ -247,9 +251,10 @@ class FfnEnd:
         ids[0, 0] = 0
         return RowBatch(self._rows[rows], ids, self._weights[rows])
 
-    def _taken(self, span: Span) -> slice:
-        start = span.first * self._shape.cap
-        return slice(start, start + span.sources * span.rows_each)
+    def _taken(self, field: torch.Tensor, span: Span) -> torch.Tensor:
+        """A copy where sources leave places empty between their rows, else a view."""
+        sources = field.unflatten(0, (-1, self._shape.cap))
+        return sources[span.first : span.first + span.sources, : span.rows_each].flatten(0, 1)
 
     def reply(self, outputs: torch.Tensor, spans: Sequence[Span]) -> None:
         """Reduce [R, K, H] outputs, span by span, and send the rows to the spans' sources."""

@@ -10,6 +10,7 @@ on the A side.  Limits: see `sglang_afd.gate`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -106,22 +107,25 @@ class DeepEpTransport:
         """See `Transport.reply`."""
         self._return(output, handle)
 
-    def samples(self) -> list[MaskedBatch]:
-        """Batches for few and for many rows of an expert, which run different kernels."""
+    def samples(self) -> Iterator[MaskedBatch]:
+        """Batches for few and for many rows of an expert, which run different kernels.
+
+        Each has tensors of its own: the experts' kernels give their memory away.
+        """
         shape = (self._per_rank, self._world_size * self._cap, self._hidden_size)
         device = self._no_rows.hidden.device
-        dtype = torch.float8_e4m3fn if self._fp8 else torch.bfloat16
-        hidden = torch.zeros(shape, dtype=dtype, device=device)
-        scales = None
-        if self._fp8:
-            # as DeepEP lays them out: the rows' scales of a block lie side by side
-            blocks = self._hidden_size // _FP8_BLOCK
-            scales = torch.ones(shape[0], blocks, shape[1], device=device).transpose(1, 2)
-        counts = torch.ones(self._per_rank, dtype=torch.int32, device=device)
-        expected, most = [1], shape[1] * self._top_k // self._num_experts
-        while 2 * expected[-1] <= most:
-            expected.append(2 * expected[-1])
-        return [MaskedBatch(hidden, scales, counts, rows) for rows in expected]
+        expected, most = 1, max(1, shape[1] * self._top_k // self._num_experts)
+        while expected <= most:
+            dtype = torch.float8_e4m3fn if self._fp8 else torch.bfloat16
+            hidden = torch.zeros(shape, dtype=dtype, device=device)
+            scales = None
+            if self._fp8:
+                # as DeepEP lays them out: the scales of a block of all rows lie side by side
+                blocks = self._hidden_size // _FP8_BLOCK
+                scales = torch.ones(shape[0], blocks, shape[1], device=device).transpose(1, 2)
+            counts = torch.ones(self._per_rank, dtype=torch.int32, device=device)
+            yield MaskedBatch(hidden, scales, counts, expected)
+            expected *= 2
 
     def failure(self, error: Exception) -> str | None:
         """See `Transport.failure`; DeepEP's kernels name no peer."""

@@ -1,4 +1,4 @@
-"""The `nvlink` transport between processes, over symmetric memory: one GPU a rank, or shared ones."""
+"""The `nvlink` transport between processes over symmetric memory: one GPU a rank, or shared."""
 
 from __future__ import annotations
 

@@ -33,10 +33,16 @@ class Ends(NamedTuple):
 
 
 def make_ends(
-    topology: Topology, num_experts: int, shape: Shape, *, device: str = "cpu", seconds: float = 5.0
+    topology: Topology,
+    num_experts: int,
+    shape: Shape,
+    *,
+    device: str = "cpu",
+    seconds: float = 5.0,
+    offset: int = 0,
 ) -> Ends:
-    """A channel over arenas of its own."""
-    size = channel_bytes(topology, shape)
+    """A channel over arenas of its own, with `offset` bytes before it and as many after it."""
+    size = 2 * offset + channel_bytes(topology, shape)
     memory = [
         torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(topology.world_size)
     ]
@@ -49,12 +55,12 @@ def make_ends(
         shape,
         [
             AttentionEnd(
-                topology, rank, num_experts, shape, Arena(memory[rank], addresses), 0, waits
+                topology, rank, num_experts, shape, Arena(memory[rank], addresses), offset, waits
             )
             for rank in topology.attention_world
         ],
         [
-            FfnEnd(topology, rank, shape, Arena(memory[rank], addresses), 0, waits)
+            FfnEnd(topology, rank, shape, Arena(memory[rank], addresses), offset, waits)
             for rank in topology.ffn_world
         ],
         waits,

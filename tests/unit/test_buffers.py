@@ -85,7 +85,18 @@ def test_nvlink_keeps_what_its_channels_take(
         for cap in (decode, block)
     )
     held = nvlink(topology, shape)
-    assert held.attention.kept == held.ffn.kept == taken
+    assert held.attention.kept == held.ffn.kept
+    assert taken <= held.ffn.kept < taken + 2 * 2**21
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_nvlink_keeps_what_was_measured(dtype: str) -> None:
+    """Both ranks shared a GPU, so that each one's measurement holds what both of them took."""
+    record = json.loads((MEASURED.parent / f"{dtype}-nvlink.json").read_text())
+    shape = rows(num_experts=32, hidden_size=2048, top_k=4, fp8=dtype == "fp8")
+    held = nvlink(Topology(1, 1), shape)
+    for rank in record["afd"]["ranks"]:
+        assert rank["buffer_bytes"] == 2 * held.ffn.kept
 
 
 def test_gloo_keeps_nothing() -> None:
