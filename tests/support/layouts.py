@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-CHECKPOINTS = ("embedded", "seeded", "zeroed")
+CHECKPOINTS = ("embedded", "seeded", "zeroed", "large")
 
 
 @dataclass(frozen=True)

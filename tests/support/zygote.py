@@ -6,6 +6,7 @@ standard input:
 
 * ``{"argv": [...], "env": {...}, "log": PATH}`` forks the launcher of that server and answers
   ``{"pid": PID}``; the launcher leads a session of its own, which all its processes belong to.
+  A fault that the environment names (see `tests.support.faults`) is planted first.
 * ``{"wait": PID}`` answers ``{"code": N}``, or ``{"code": null}`` while the launcher runs.
 
 In the forked launcher, SGLang's processes are forked too, so none of them imports again; the hooks
@@ -51,10 +52,14 @@ def _serve(request: dict) -> None:
     # SGLang asks for spawn; forked children keep the imported modules and the installed hooks.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None
+    from faults import FAULT, FAULTS  # beside this file, which runs as a program
+
     from sglang_afd import launch_server
 
     code = 1
     try:
+        if FAULT in os.environ:
+            FAULTS[os.environ[FAULT]]()
         launch_server.main(request["argv"])
         code = 0
     except SystemExit as end:
