@@ -52,14 +52,13 @@ def _serve(request: dict) -> None:
     # SGLang asks for spawn; forked children keep the imported modules and the installed hooks.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None
-    from faults import FAULT, FAULTS  # beside this file, which runs as a program
+    import faults  # beside this file, which runs as a program
 
     from sglang_afd import launch_server
 
     code = 1
     try:
-        if FAULT in os.environ:
-            FAULTS[os.environ[FAULT]]()
+        faults.plant()
         launch_server.main(request["argv"])
         code = 0
     except SystemExit as end:
