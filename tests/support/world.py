@@ -56,6 +56,10 @@ class Zygote:
         """Start ``launch_server`` with `argv`; return the launcher's pid."""
         return self._ask({"argv": list(argv), "log": str(log), "env": dict(env)})["pid"]
 
+    def run(self, program: Path, argv: Sequence[str], log: Path) -> int:
+        """Run a Python program in the launcher's place, ``if __name__ == "__main__"``; its pid."""
+        return self._ask({"program": str(program), "argv": list(argv), "log": str(log)})["pid"]
+
     def exit_code(self, pid: int) -> int | None:
         """How the launcher `pid` ended (negative: the signal), or None while it runs."""
         return self._ask({"wait": pid})["code"]
