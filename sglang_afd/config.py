@@ -7,7 +7,9 @@ environment variable `ENV` while it starts processes; each child reads it back u
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,8 +18,10 @@ import msgspec
 from sglang_afd.topology import Role, Topology
 
 ENV = "SGLANG_AFD_CONFIG"
-TRANSPORTS = ("gloo", "deepep")
-MAX_TOP_K = 16
+START_BY_ENV = "SGLANG_AFD_START_BY"
+"""Reading of ``time.monotonic()``, one clock for all processes of a host, by which the command's
+ranks must be ready; set when the command starts."""
+TRANSPORTS = ("nvlink", "deepep", "gloo")
 
 
 class ConfigError(ValueError):
@@ -36,7 +40,9 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     transport: str = "gloo"
     """How rows travel: one of `TRANSPORTS` (``auto`` is resolved before this is built)."""
     max_tokens_per_rank: int = 128
-    """T: rows a rank sends in one exchange; longer batches go in slices of T."""
+    """T: rows a rank sends in one exchange of a decode step."""
+    prefill_block: int = 2048
+    """P: rows a rank sends in one exchange of a prefill, where the transport has blocks."""
     startup_timeout: float = 600.0
     """Seconds within which every rank must be ready, or the start fails."""
     exchange_timeout: float = 100.0
@@ -50,15 +56,17 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ConfigError(
                 f"--afd-transport {self.transport} is unknown; choose auto, {', '.join(TRANSPORTS)}"
             )
-        if self.max_tokens_per_rank < 1:
-            raise ConfigError(
-                f"--afd-max-tokens-per-rank is {self.max_tokens_per_rank}; it must be at least 1"
-            )
+        for flag, rows in (
+            ("--afd-max-tokens-per-rank", self.max_tokens_per_rank),
+            ("--afd-prefill-block", self.prefill_block),
+        ):
+            if rows < 1:
+                raise ConfigError(f"{flag} is {rows}; it must be at least 1")
         for flag, value in (
             ("--afd-startup-timeout", self.startup_timeout),
             ("--afd-exchange-timeout", self.exchange_timeout),
         ):
-            if not value > 0:
+            if not 0 < value < math.inf:
                 raise ConfigError(f"{flag} is {value}; it must be a positive number of seconds")
 
     @property
@@ -73,6 +81,11 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.command_role is Role.ATTENTION:
             return self.topology.attention_world
         return self.topology.ffn_world
+
+    def start_by(self) -> float:
+        """Reading of ``time.monotonic()`` by which the ranks of this command must be ready."""
+        stamped = os.environ.get(START_BY_ENV)
+        return float(stamped) if stamped else time.monotonic() + self.startup_timeout
 
     def agreement(self) -> dict[str, int | float | str]:
         """What all ranks of one world must have equal, whichever command started them."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from sglang_afd.config import AfdConfig, fingerprint
-from sglang_afd.dispatch.step_plan import PlanRow, StepPlan
+from sglang_afd.dispatch.step_plan import Caps, PlanRow, StepPlan
 from sglang_afd.families import Family, MoeFacts
 from sglang_afd.topology import Role, Topology
 
@@ -28,9 +28,12 @@ class RankContext:
     """Everything that must be equal on all ranks; its hash travels with every step."""
     serving: bool = False
     """False while the rank starts: forwards are warm-ups and exchange nothing."""
+    caps: Caps | None = None
+    """What the transport carries in one round; known once it is made."""
     plan: StepPlan | None = None
     """The plan of the step that runs next, or None outside of steps."""
-    _step_id: int = field(default=-1, init=False)
+    row: PlanRow | None = field(default=None, init=False)
+    """What this rank last contributed to a plan; None before its first step."""
 
     def __post_init__(self) -> None:
         self.config_hash = fingerprint(self.agreement)
@@ -52,8 +55,9 @@ class RankContext:
 
     def next_row(self, kind: int, rows: int) -> PlanRow:
         """Enter the next step and return what this rank contributes to its plan."""
-        self._step_id += 1
-        return PlanRow(self._step_id, kind, rows, self.config_hash)
+        step_id = 0 if self.row is None else self.row.step_id + 1
+        self.row = PlanRow(step_id, kind, rows, self.config_hash)
+        return self.row
 
     def loads_tensor(self, name: str) -> bool:
         """Whether this rank's role reads the checkpoint tensor `name`."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang_afd.command_line import last_value
-from sglang_afd.config import MAX_TOP_K
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import MoeFacts, UnsupportedModel
 
+MAX_TOP_K = 16
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _BLOCK = 128
 _QUANTISE = "use an unquantised checkpoint, or one in FP8 with 128x128 blocks on CUDA devices"

@@ -57,7 +57,11 @@ class Topology:
         return range(self.attention_ranks * self.attention_tp, self.world_size)
 
     def role_of(self, rank: int) -> Role:
-        """The role of a world rank."""
+        """The role of a world rank.
+
+        Raises:
+            TopologyError: there is no such rank.
+        """
         if not 0 <= rank < self.world_size:
             raise TopologyError(f"rank {rank} is outside the world of {self.world_size} ranks")
         return Role.ATTENTION if rank in self.attention_world else Role.FFN
@@ -67,10 +71,19 @@ class Topology:
         return rank // self.attention_tp
 
     def name_of(self, rank: int) -> str:
-        """How messages call a world rank, e.g. ``attention rank 1`` or ``FFN rank 0``."""
-        if rank in self.attention_world:
-            return f"attention rank {rank} (world rank {rank})"
-        return f"FFN rank {rank - self.ffn_world.start} (world rank {rank})"
+        """How messages call a world rank: its DP rank in its role, e.g. ``FFN rank 0``.
+
+        With attention TP, its place in the DP rank follows: ``attention rank 1.0``.
+
+        Raises:
+            TopologyError: there is no such rank.
+        """
+        role = "attention" if self.role_of(rank) is Role.ATTENTION else "FFN"
+        number, place = divmod(rank, self.attention_tp)
+        if role == "FFN":
+            number -= self.attention_ranks
+        inside = f".{place}" if self.attention_tp > 1 else ""
+        return f"{role} rank {number}{inside} (world rank {rank})"
 
     def experts_per_rank(self, num_experts: int) -> int:
         """Experts that one F world rank owns in every MoE layer.
@@ -89,9 +102,13 @@ class Topology:
         return num_experts // owners
 
     def experts_of(self, rank: int, num_experts: int) -> range:
-        """The expert ids that F world rank `rank` owns."""
+        """The expert ids that F world rank `rank` owns.
+
+        Raises:
+            TopologyError: it is no F rank, or the experts do not divide evenly.
+        """
         per_rank = self.experts_per_rank(num_experts)
-        index = rank - self.ffn_world.start
-        if index < 0:
+        if self.role_of(rank) is Role.ATTENTION:
             raise TopologyError(f"{self.name_of(rank)} owns no experts")
+        index = rank - self.ffn_world.start
         return range(index * per_rank, (index + 1) * per_rank)

@@ -21,8 +21,9 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
     """Elements that come from the checkpoint."""
     weight_bytes: int
     """Of the parameters, and of what the model derives for itself (rotary tables)."""
-    load_peak_bytes: int
-    """Largest amount that loading the weights held at once, the weights included."""
+    load_peak_bytes: int | None
+    """Largest amount that loading the weights held at once, the weights included; None where the
+    machine does not let it be measured."""
     kv_tokens: int
     kv_bytes: int
     communicator_bytes: int
@@ -30,14 +31,16 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
     buffer_bytes: int
     """What the transport allocated, the communicator not included."""
     buffer_estimate_bytes: int
-    """What the transport was expected to allocate, the received rows of a round included."""
+    """What the transport was expected to keep."""
+    passing_estimate_bytes: int
+    """What a round is expected to take on top while it lasts."""
 
 
 def table(holdings: Sequence[Holdings]) -> str:
     """A plain-text table, one line a rank."""
     titles = (
         *("rank", "experts/layer", "parameters", "weights", "load peak", "KV tokens", "KV"),
-        *("communicator", "buffers (estimate)"),
+        *("communicator", "buffers (estimate)", "a round (estimate)"),
     )
     rows = [
         (
@@ -45,11 +48,12 @@ def table(holdings: Sequence[Holdings]) -> str:
             str(h.experts),
             f"{h.parameters:,}",
             size(h.weight_bytes),
-            size(h.load_peak_bytes),
+            "not measured" if h.load_peak_bytes is None else size(h.load_peak_bytes),
             f"{h.kv_tokens:,}",
             size(h.kv_bytes),
             size(h.communicator_bytes),
             f"{size(h.buffer_bytes)} ({size(h.buffer_estimate_bytes)})",
+            size(h.passing_estimate_bytes),
         )
         for h in holdings
     ]

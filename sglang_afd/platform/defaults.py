@@ -9,6 +9,16 @@ MAX_TOTAL_TOKENS = 16384
 """KV pool of each rank, in tokens.  SGLang would size it from the free memory of the whole machine,
 in each rank again: gigabytes for a small model."""
 
+REQUIRED_ENVIRONMENT = {
+    # The platform's entry point; plugins of other platforms are then not even imported.
+    "SGLANG_PLATFORM": "sglang_afd_cpu",
+    # SGLang's own CPU mode imports sgl-kernel.
+    "SGLANG_USE_CPU_ENGINE": "0",
+    # On a machine with GPUs, SGLang would otherwise pick CUDA kernels for CPU tensors.
+    "CUDA_VISIBLE_DEVICES": "",
+}
+"""Without these a rank does not run on the CPU, whatever the user's own environment says."""
+
 _ARGUMENTS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     # the flags that mean this setting (ours first), and our value (None: a switch)
     (("--device",), "cpu"),
@@ -24,12 +34,8 @@ def cpu_environment(world_size: int) -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0))
     threads = max(1, len(cores) // world_size)
     return {
-        # The platform's entry point; plugins of other platforms are then not even imported.
-        "SGLANG_PLATFORM": "sglang_afd_cpu",
-        # SGLang's own CPU mode imports sgl-kernel.
-        "SGLANG_USE_CPU_ENGINE": "0",
-        # On a machine with GPUs, SGLang would otherwise pick CUDA kernels for CPU tensors.
-        "CUDA_VISIBLE_DEVICES": "",
+        **REQUIRED_ENVIRONMENT,
+        # The rest is the user's to choose.
         "SGLANG_CPU_OMP_THREADS_BIND": thread_binding(cores, world_size),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),

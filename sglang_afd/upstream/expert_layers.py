@@ -7,6 +7,7 @@ experts alone: a layer of E/F experts on one expert-parallel rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import product, starmap
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from sglang_afd.attention.exchange import AttentionExchange
 from sglang_afd.context import current
 from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
+from sglang_afd.families import ExpertTensor
 from sglang_afd.topology import Role
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.shadow import parallel_view
@@ -79,16 +81,26 @@ class ExpertModel(nn.Module):
                         prefix=f"model.layers.{layer}.mlp.experts",
                         uses_expert_location=False,
                         inplace=False,
+                        no_combine=True,
                     )
                     for layer in facts.layers
                 }
             )
+        for layer in self.layers.values():
+            # SGLang's GPU kernels look for ids of -1 only where not all experts are here.
+            layer.moe_runner_config.num_experts = None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load this rank's expert tensors; other names are ignored."""
+        """Load this rank's expert tensors; other names are ignored.
+
+        Raises:
+            ValueError: the checkpoint lacks a tensor, or has one that the layers have no place for.
+        """
         context = current()
         parameters = dict(self.named_parameters())
-        loaded = set()
+        suffixes = {name.split("_", 1)[1] for name in parameters}
+        every = product(context.facts.layers, self.owned, ("w1", "w2", "w3"), suffixes)
+        missing = set(starmap(ExpertTensor, every))
         for name, value in weights:
             tensor = context.family.expert_tensor(name)
             if tensor is None or tensor.expert not in self.owned:
@@ -105,17 +117,13 @@ class ExpertModel(nn.Module):
                 shard_id=tensor.projection,
                 expert_id=tensor.expert - self.owned.start,
             )
-            loaded.add((tensor.layer, tensor.expert, tensor.projection, tensor.suffix))
-        suffixes = {name.split("_", 1)[1] for name in parameters}
-        for layer in context.facts.layers:
-            for expert in self.owned:
-                for projection in ("w1", "w2", "w3"):
-                    for suffix in suffixes:
-                        if (layer, expert, projection, suffix) not in loaded:
-                            raise ValueError(
-                                f"{context.name} found no {projection} {suffix} of expert {expert} "
-                                f"in layer {layer}: the checkpoint is incomplete"
-                            )
+            missing.discard(tensor)
+        if missing:
+            layer, expert, projection, suffix = min(missing)
+            raise ValueError(
+                f"{context.name} found no {projection} {suffix} of expert {expert} in layer "
+                f"{layer} ({len(missing)} tensors are missing): the checkpoint is incomplete"
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         """An F rank runs `sglang_afd.ffn.serve`, never a forward of its own."""
@@ -136,28 +144,31 @@ def _runner(layer: Any) -> Callable[[RowBatch | MaskedBatch], torch.Tensor]:
 
 
 def _run_rows(layer: Any, batch: RowBatch) -> torch.Tensor:
-    """Rows with several experts each: run a row per pair, then reduce in float32 by the weights."""
+    """Rows with several experts each -> [R, K, H], an output for each, zero where there is none."""
+    device = next(layer.parameters()).device
+    hidden, ids = batch.hidden.to(device), batch.expert_ids.to(device)
+    if not hidden.shape[0]:
+        return hidden.new_zeros(*ids.shape, hidden.shape[1])
+    if device.type != "cpu":
+        return _run_core(layer, hidden, ids).view(*ids.shape, hidden.shape[1])
+    # The CPU's kernels know neither -1 nor outputs that are not combined: a row for every pair.
+    token, place = (ids >= 0).nonzero(as_tuple=True)
+    outputs = hidden.new_zeros(*ids.shape, hidden.shape[1])
+    outputs[token, place] = _run_core(layer, hidden[token], ids[token, place].unsqueeze(1))
+    return outputs
+
+
+def _run_core(layer: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    if not batch.hidden.shape[0]:
-        return batch.hidden
-    device = next(layer.parameters()).device
-    hidden = batch.hidden.to(device)
-    ids, weights = batch.expert_ids.to(device), batch.weights.to(device)
-    token, place = (ids >= 0).nonzero(as_tuple=True)
-    pair_ids = ids[token, place].unsqueeze(1)
-    ones = torch.ones(pair_ids.shape, dtype=torch.float32, device=device)
-    output = layer.run_moe_core(
-        StandardDispatchOutput(
-            hidden_states=hidden[token],
-            hidden_states_scale=None,
-            topk_output=StandardTopKOutput(ones, pair_ids, ones),
-        )
-    ).hidden_states
-    total = torch.zeros(hidden.shape, dtype=torch.float32, device=device)
-    total.index_add_(0, token, output.float() * weights[token, place].unsqueeze(1))
-    return total.to(batch.hidden.dtype)
+    ones = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
+    dispatched = StandardDispatchOutput(
+        hidden_states=hidden,
+        hidden_states_scale=None,
+        topk_output=StandardTopKOutput(ones, ids, ones),
+    )
+    return layer.run_moe_core(dispatched).hidden_states
 
 
 def _run_masked(layer: Any, batch: MaskedBatch) -> torch.Tensor:

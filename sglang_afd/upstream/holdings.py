@@ -11,14 +11,16 @@ import msgspec
 import torch
 
 from sglang_afd.context import current
-from sglang_afd.dispatch.make import buffer_bytes
 from sglang_afd.observe.holdings import Holdings, table
 from sglang_afd.topology import Role
+from sglang_afd.transports import estimate
 from sglang_afd.upstream.hooks import Hook, Kind
 
 logger = logging.getLogger(__name__)
 
+_PROC = Path("/proc/self")
 _measured: dict[str, int] = {}
+_load_peak: int | None = None
 _holdings: list[Holdings] = []
 
 
@@ -51,11 +53,12 @@ def _free_device_bytes() -> int:
 
 
 def _measure_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    global _load_peak
     if runner.is_draft_worker:
         return original(runner, *args, **kwargs)
     peak = _CudaPeak() if torch.cuda.is_available() else _HostPeak()
     result = original(runner, *args, **kwargs)
-    _measured["load_peak"] = peak.bytes()
+    _load_peak = peak.bytes()
     return result
 
 
@@ -71,21 +74,26 @@ class _CudaPeak:
 
 
 class _HostPeak:
-    """Peak resident memory of this process since it was made (Linux)."""
+    """Peak resident memory of this process since it was made, where Linux lets it be reset."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        self._before = _status_bytes("VmRSS")
+        self._before: int | None = None
+        try:
+            (_PROC / "clear_refs").write_text("5")  # resets VmHWM
+            _status_bytes("VmHWM")
+            self._before = _status_bytes("VmRSS")
+        except (OSError, ValueError) as error:  # containers and sandboxes may forbid it
+            logger.warning("The peak of loading is not measured: %s", error)
 
-    def bytes(self) -> int:
-        return max(0, _status_bytes("VmHWM") - self._before)
+    def bytes(self) -> int | None:
+        return None if self._before is None else max(0, _status_bytes("VmHWM") - self._before)
 
 
 def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in (_PROC / "status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+    raise ValueError(f"{_PROC}/status has no {field}")
 
 
 def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -96,25 +104,27 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
     runner = scheduler.tp_worker.model_runner
     parameters = list(runner.model.parameters())
     weights = [*parameters, *runner.model.buffers()]
-    estimate = buffer_bytes(
+    buffers = estimate(
         context.config,
         context.facts,
-        dtype=scheduler.model_config.dtype,
+        itemsize=scheduler.model_config.dtype.itemsize,
         fp8=scheduler.model_config.quantization == "fp8",
     )
     attention = context.role is Role.ATTENTION
+    held = buffers.attention if attention else buffers.ffn
     mine = Holdings(
         rank=context.name,
         role=context.role.value,
         experts=0 if attention else context.topology.experts_per_rank(context.facts.num_experts),
         parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(weight.nbytes for weight in weights),
-        load_peak_bytes=_measured["load_peak"],
+        load_peak_bytes=_load_peak,
         kv_tokens=int(runner.max_total_num_tokens) if attention else 0,
         kv_bytes=int(sum(runner.token_to_kv_pool.get_kv_size_bytes())),
         communicator_bytes=_measured["communicator"],
         buffer_bytes=_measured["buffers"],
-        buffer_estimate_bytes=estimate.attention if attention else estimate.ffn,
+        buffer_estimate_bytes=held.kept,
+        passing_estimate_bytes=held.passing,
     )
     everyone: list[Any] = [None] * context.topology.world_size
     dist.all_gather_object(everyone, mine, group=scheduler.tp_cpu_group)

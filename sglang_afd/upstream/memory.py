@@ -3,37 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from sglang_afd.context import current
+from sglang_afd.topology import Role
+from sglang_afd.transports import estimate
 from sglang_afd.upstream.groups import attention_group
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.roles import on_ffn
 
-_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_BOOTSTRAP = "sglang.srt.distributed.bootstrap"
+_POOL = "sglang.srt.mem_cache.kv_cache_configurator"
+_CONFIGURATOR = f"{_POOL}.KVCacheConfigurator"
 
 
 def _share_over_attention_ranks(configurator: Any, **kwargs: Any) -> None:
     configurator.attn_dp_size = current().config.attention_ranks
 
 
-def _minimum_over_attention_ranks(
-    original: Callable[..., int], configurator: Any, *args: Any, **kwargs: Any
-) -> int:
-    from sglang.srt.mem_cache import kv_cache_configurator as module
+def _minimum_over_attention_ranks(module: str) -> Callable[..., Any]:
+    """An AROUND hook: what `module` measures as the world's minimum is that of the A ranks.
 
-    measure = module.get_available_gpu_memory
+    F ranks, whose GPUs may be smaller and hold other weights, then measure their own alone.
+    """
 
-    def measure_attention_ranks(*a: Any, **k: Any) -> float:
-        k["cpu_group"] = attention_group()
-        k["distributed"] = len(current().topology.attention_world) > 1
-        return measure(*a, **k)
+    def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        measuring: Any = import_module(module)
+        measure = measuring.get_available_gpu_memory
 
-    module.get_available_gpu_memory = measure_attention_ranks
-    try:
-        return original(configurator, *args, **kwargs)
-    finally:
-        module.get_available_gpu_memory = measure
+        def measure_own_role(*a: Any, **k: Any) -> float:
+            if k.get("distributed"):
+                context = current()
+                of_many = len(context.topology.attention_world) > 1
+                k["distributed"] = context.role is Role.ATTENTION and of_many
+                k["cpu_group"] = attention_group()
+            return measure(*a, **k)
+
+        measuring.get_available_gpu_memory = measure_own_role
+        try:
+            return original(*args, **kwargs)
+        finally:
+            measuring.get_available_gpu_memory = measure
+
+    return hook
+
+
+def _leave_room_for_rounds(result: Any, configurator: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a round of the exchange takes beside the buffers is no room for KV."""
+    context, model = current(), configurator.model_config
+    buffers = estimate(
+        context.config,
+        context.facts,
+        itemsize=model.dtype.itemsize,
+        fp8=model.quantization == "fp8",
+    )
+    return max(0, result - buffers.attention.passing)
 
 
 @on_ffn
@@ -75,10 +100,22 @@ HOOKS = (
         "max running requests are shared by the A ranks, F ranks take none",
     ),
     Hook(
+        f"{_BOOTSTRAP}.measure_pre_model_load_memory",
+        Kind.AROUND,
+        _minimum_over_attention_ranks(_BOOTSTRAP),
+        "the KV pool's slack is a share of this, and SGLang refuses GPUs of unequal free memory",
+    ),
+    Hook(
         f"{_CONFIGURATOR}._profile_available_bytes",
         Kind.AROUND,
-        _minimum_over_attention_ranks,
+        _minimum_over_attention_ranks(_POOL),
         "the KV pool is the minimum over A ranks: the experts of F must not shrink it",
+    ),
+    Hook(
+        f"{_CONFIGURATOR}._profile_available_bytes",
+        Kind.AFTER,
+        _leave_room_for_rounds,
+        "a round's rows must fit beside the KV pool",
     ),
     Hook(
         f"{_CONFIGURATOR}._resolve_memory_pool_config",

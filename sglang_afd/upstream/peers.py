@@ -17,13 +17,16 @@ from typing import Any
 
 import torch
 
+from sglang_afd import rollcall
 from sglang_afd.config import AfdConfig
-from sglang_afd.context import current
+from sglang_afd.context import RankContext, current
 from sglang_afd.dispatch.transport import ExchangeError
 from sglang_afd.upstream.hooks import Hook, Kind
 
 logger = logging.getLogger(__name__)
 
+_GLOO = "gloo/"  # in its errors, which are plain RuntimeErrors: the file of its source
+_RAN_OUT = 0.9  # share of the timeout from which a failed wait counts as one that ran out
 _DYING = 1.0  # seconds that a killed process may take to be gone
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
@@ -36,17 +39,24 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     def bound_waits(scheduler: Any) -> None:
         from sglang.srt.runtime_context import get_parallel
 
-        backend = get_parallel().tp_group.cpu_group._get_backend(torch.device("cpu"))
-        backend._set_default_timeout(timedelta(seconds=config.exchange_timeout))
+        parallel, timeout = get_parallel(), timedelta(seconds=config.exchange_timeout)
+        for ranks in (parallel.tp_group, parallel.attn_tp_group):
+            for group in (ranks.cpu_group, ranks.device_group):
+                if torch.distributed.get_backend(group) == "gloo":
+                    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
-    def name_this_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def name_ranks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began = time.monotonic()
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
+            if _GLOO not in str(error):
+                raise
+            waited = time.monotonic() - began
             raise ExchangeError(
-                f"{current().name} lost a peer between steps (waits are bounded by "
-                f"--afd-exchange-timeout, {config.exchange_timeout:g} s): {error}; the log of the "
-                f"rank that ended or hung first names the cause; restart the deployment"
+                f"{current().name} lost a peer between steps"
+                f"{_missing(current(), waited)}: {error}; the log of the rank that ended or hung "
+                f"first names the cause; restart the deployment"
             ) from error
 
     def remember_ranks(result: tuple[Any, list[Any]], *args: Any, **kwargs: Any) -> None:
@@ -79,13 +89,13 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         Hook(
             f"{_COMPONENTS}.dp_attn.exchange_sync_rows",
             Kind.AROUND,
-            name_this_rank,
+            name_ranks,
             "gloo's error names no rank",
         ),
         Hook(
             f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._broadcast_reqs_across_ranks",
             Kind.AROUND,
-            name_this_rank,
+            name_ranks,
             "gloo's error names no rank",
         ),
         Hook(
@@ -101,6 +111,18 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             "what a rank died of is known here alone if it was killed",
         ),
     )
+
+
+def _missing(context: RankContext, waited: float) -> str:
+    """Who did not come, if a wait of `waited` seconds was one that ran out."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    timeout, topology = context.config.exchange_timeout, context.topology
+    if waited < _RAN_OUT * timeout:
+        rollcall.answer(store, context.rank)  # others' waits may run out because of this one's end
+        return ""
+    absent = rollcall.absent(store, context.rank, range(topology.world_size))
+    names = ", ".join(map(topology.name_of, absent)) or "none, all wait for each other"
+    return f" (not there within --afd-exchange-timeout, {timeout:g} s: {names})"
 
 
 def _report(ranks: list[tuple[str, Any]]) -> bool:

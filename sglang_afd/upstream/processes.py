@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -19,7 +20,7 @@ _CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelControll
 
 def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     """Hooks of the launching process and the DP controller."""
-    deadline = 0.0
+    deadline = cache(config.start_by)
 
     def local_rank_ranges(
         original: Callable[..., tuple[Any, Any, int, int]], node_rank: int
@@ -31,9 +32,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     def exchange_worker_ports(
         controller: Any, server_args: Any, worker_ports: list[int] | None = None
     ) -> list[int]:
-        nonlocal deadline
-        deadline = time.monotonic() + config.startup_timeout
-        return handshake.worker_ports(config, controller, worker_ports, deadline)
+        return handshake.worker_ports(config, controller, worker_ports, deadline())
 
     def launch_ranks(
         controller: Any,
@@ -44,7 +43,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         worker_ports: list[int] | None = None,
     ) -> None:
         readers = _hand_out_ranks(config, controller, server_args, port_args, worker_ports)
-        infos = _await_ready(config, readers, deadline)
+        infos = _await_ready(config, readers, deadline())
         controller._record_scheduler_init_infos([infos[rank] for rank in sorted(infos)])
 
     def skip_peer_ports(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

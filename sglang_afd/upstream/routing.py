@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from sglang_afd.config import AfdConfig
 from sglang_afd.upstream.hooks import Hook, Kind
+
+logger = logging.getLogger(__name__)
 
 _CONTROLLER = "sglang.srt.managers.data_parallel_controller"
 _WATCHDOG_PERIOD_MS = 1000
@@ -57,15 +60,34 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             if socket.poll(_WATCHDOG_PERIOD_MS):
                 controller._request_dispatcher(sock_recv(socket))
 
-    def refuse_ffn_rank(_: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    def refuse_other_ranks(_: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        # SGLang copies the deprecated spelling over only after this.
         wanted = getattr(request, "routed_dp_rank", None)
-        ranks = wanted if isinstance(wanted, list) else [wanted]
-        for rank in ranks:
-            if rank is not None and rank >= attention:
-                raise ValueError(
-                    f"DP rank {rank} takes no requests: attention ranks are 0 to {attention - 1}"
-                    + (", the others run experts" if rank < config.topology.dp_size else "")
+        if wanted is None:
+            wanted = getattr(request, "data_parallel_rank", None)
+        if wanted is not None and wanted not in range(attention):
+            raise ValueError(
+                f"DP rank {wanted} takes no requests: attention ranks are 0 to {attention - 1}"
+                + (
+                    ", the others run experts"
+                    if attention <= wanted < config.topology.dp_size
+                    else ""
                 )
+            )
+
+    def route_only_to_attention_ranks(
+        original: Callable[..., bool], controller: Any, request: Any
+    ) -> bool:
+        wanted = request.routed_dp_rank
+        if wanted is not None and wanted not in range(attention):
+            logger.error(
+                "request %s names DP rank %s, which takes no requests, and was not refused; "
+                "it goes to an attention rank",
+                request.rid,
+                wanted,
+            )
+            request.routed_dp_rank = None
+        return original(controller, request)
 
     return (
         Hook(
@@ -101,7 +123,13 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         Hook(
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
             Kind.BEFORE,
-            refuse_ffn_rank,
-            "a request that names an F rank is the client's mistake: 400, not a lost request",
+            refuse_other_ranks,
+            "a request that names no A rank is the client's mistake: 400, not a lost request",
+        ),
+        Hook(
+            f"{_CONTROLLER}.DataParallelController.maybe_external_dp_rank_routing",
+            Kind.AROUND,
+            route_only_to_attention_ranks,
+            "the controller raises for such a request, and the whole server ends with it",
         ),
     )

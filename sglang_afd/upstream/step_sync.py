@@ -17,6 +17,14 @@ from sglang_afd.upstream.hooks import Hook, Kind
 _SYNC = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo"
 
 
+def _gather_on_the_cpu(
+    info: Any, device: Any, group: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    from sglang.srt.runtime_context import get_parallel
+
+    return (info, "cpu", get_parallel().tp_group.cpu_group), kwargs
+
+
 def _append_row(row: torch.Tensor, info: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     context = current()
     if not info.num_tokens:
@@ -34,11 +42,14 @@ def _append_empty_row(row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
 
 def _read_plan(_: None, info: Any, *args: Any, **kwargs: Any) -> None:
     context = current()
+    assert context.caps is not None, "ranks step only after the transport was made"
+    assert context.row is not None, "the gather that has just ended began with this rank's row"
     context.plan = StepPlan.from_rows(
         info.tp0_info_cpu[:, -PLAN_WIDTH:].tolist(),
         context.topology,
-        context.config.max_tokens_per_rank,
+        context.caps,
         context.rank,
+        context.row,
     )
 
 
@@ -54,6 +65,12 @@ HOOKS = (
         Kind.AFTER,
         _append_empty_row,
         "the row of an inactive rank has the same width",
+    ),
+    Hook(
+        f"{_SYNC}.all_gather",
+        Kind.BEFORE,
+        _gather_on_the_cpu,
+        "without overlap SGLang gathers on the device, where no wait for a peer is bounded",
     ),
     Hook(
         f"{_SYNC}.all_gather",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import requests
 
+from sglang_afd.topology import Topology
 from tests.support.client import request_body
 from tests.support.processes import scheduler, wait_until
 from tests.support.workload import prompts
@@ -129,24 +130,30 @@ def test_killed_rank(start: Start, rank: int, name: str) -> None:
     assert answered() != "200"
 
 
+NO_OVERLAP = ("--disable-overlap-schedule",)
+
+
 @pytest.mark.parametrize(
-    ("rank", "busy"),
+    ("rank", "busy", "flags"),
     [
-        (0, False),
-        (2, True),
-        pytest.param(0, True, marks=pytest.mark.full),
-        pytest.param(2, False, marks=pytest.mark.full),
+        (0, False, ()),
+        (2, True, ()),
+        (2, False, NO_OVERLAP),
+        pytest.param(0, True, (), marks=pytest.mark.full),
+        pytest.param(2, False, (), marks=pytest.mark.full),
+        pytest.param(1, True, NO_OVERLAP, marks=pytest.mark.full),
     ],
 )
-def test_hanging_rank(start: Start, rank: int, busy: bool) -> None:
-    """A rank that hangs, also while idle, is noticed after the exchange timeout."""
-    world = start([*A2F1, "--afd-exchange-timeout", "5"]).wait_healthy()
+def test_hanging_rank(start: Start, rank: int, busy: bool, flags: tuple[str, ...]) -> None:
+    """A rank that hangs, also while idle, is noticed after the exchange timeout, by its name."""
+    world = start([*A2F1, "--afd-exchange-timeout", "5", *flags]).wait_healthy()
     answered = in_mid_request(world) if busy else None
     before = len(world.log)
     scheduler(world.pid, rank).send_signal(signal.SIGSTOP)
     assert world.wait_ended(5 + CRASH_WITHIN) != 0
     error = world.log[before:]
-    assert re.search(
-        r"rank \d \(world rank \d\) (failed|lost a peer) .*--afd-exchange-timeout", error
-    )
+    name = re.escape(Topology(2, 1).name_of(rank))
+    failed = r"rank \d \(world rank \d\) failed .*" + name + " within"
+    lost = r"lost a peer between steps \(not there within --afd-exchange-timeout, 5 s: " + name
+    assert re.search(f"{failed}|{lost}\\)", error), world.tail()
     assert answered is None or answered() != "200"

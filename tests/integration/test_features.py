@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.client import request_body
+from tests.support.client import chat_body, request_body
 from tests.support.layouts import A2F1, CAP, CHUNK, RUNNING, SMALL, Layout, on
 from tests.support.processes import wait_until
 from tests.support.reference import Expect, assert_equal, check
@@ -313,8 +313,24 @@ def test_routed_dp_rank(world: World, expect: Expect) -> None:
     for rank in (0, 1):
         [answer] = check(world, expect, [prompt], 4, routed_dp_rank=rank)
         assert answer.dp_rank == rank
-    for rank in (2, 7):
-        refused = world.post("/generate", request_body(prompt, 4, routed_dp_rank=rank))
-        assert refused.status_code == 400
-        assert f"DP rank {rank} takes no requests" in refused.text
+    completion = {"model": "default", "prompt": ["One.", "Two."], "max_tokens": 4}
+    for rank in (2, 7, -1):
+        for path, body in (
+            ("/generate", request_body(prompt, 4)),
+            ("/generate", {**request_body(prompt, 4), "input_ids": [prompt, prompt]}),
+            ("/v1/completions", completion),
+            ("/v1/chat/completions", chat_body("Hello.")),
+        ):
+            openai = path.startswith("/v1")
+            for fields, headers in (
+                ({"routed_dp_rank": rank}, {}),
+                ({"data_parallel_rank": rank}, {}),
+                *([({}, {"x-data-parallel-rank": str(rank)})] * openai),
+            ):
+                refused = world.post(path, {**body, **fields}, headers=headers)
+                assert refused.status_code == 400, (path, fields, headers, refused.text)
+                assert f"DP rank {rank} takes no requests" in refused.text
+    for spelling in ("routed_dp_rank", "data_parallel_rank"):
+        [answer] = check(world, expect, [prompt], 4, **{spelling: 1})
+        assert answer.dp_rank == 1
     check(world, expect, [prompt], 4)

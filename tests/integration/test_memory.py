@@ -59,7 +59,9 @@ def assert_its_own(rank: dict[str, Any], parameters: int, checkpoint: Path) -> N
     assert rank["weight_bytes"] <= own, rank
     largest = max(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     peak = rank["load_peak_bytes"]
-    assert peak > FLOAT32 * parameters, f"less than the weights cannot be a peak: {rank}"
+    assert peak is not None and peak > FLOAT32 * parameters, (
+        f"less than the weights cannot be a peak: {rank}"
+    )
     assert peak <= own + largest, f"peak of {peak:,}, allowed {own + largest:,.0f}: {rank}"
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from tests.support.layouts import CHECKPOINTS
 from tests.support.processes import scheduler
 from tests.support.reference import Expect, assert_equal
 from tests.support.workload import prompts, send
@@ -84,23 +87,44 @@ def test_order_of_start(start: Start, expect: Expect) -> None:
         (["--afd-max-tokens-per-rank", "16"], [], "max_tokens_per_rank is"),
         (["--afd-attention-ranks", "2"], [], "attention_ranks is"),
         (["--chunked-prefill-size", "512"], [], "chunked_prefill_size is"),
+        (["--model-path", "seeded"], ["--model-path", "zeroed"], "weights is 2 safetensors"),
+        ([], ["--disable-overlap-schedule"], "disable_overlap_schedule is"),
+        pytest.param(["--load-format", "dummy"], [], "load_format is", marks=pytest.mark.full),
     ],
-    ids=["afd-flag", "counts", "sglang-flag"],
+    ids=["afd-flag", "counts", "sglang-flag", "weights", "schedule", "load-format"],
 )
 def test_unequal_configuration(
-    start: Start, attention: list[str], ffn: list[str], named: str
+    start: Start,
+    checkpoints: Callable[[str], Path],
+    attention: list[str],
+    ffn: list[str],
+    named: str,
 ) -> None:
-    """Both commands end long before the start-up timeout; the error says what differs."""
+    """Both commands end long before the start-up timeout; the error says what differs.
+
+    The checkpoints ``seeded`` and ``zeroed`` differ in the values of the experts alone.
+    """
     port = free_port()
-    worlds = (
-        start(command("attention", port, 1, 1, *attention)),
-        start(command("ffn", port, 1, 1, *ffn)),
-    )
+    worlds = []
+    for role, given in (("attention", attention), ("ffn", ffn)):
+        flags = [str(checkpoints(f)) if f in CHECKPOINTS else f for f in given]
+        worlds.append(start(command(role, port, 1, 1, *flags)))
     for world in worlds:
         assert world.wait_ended(END_WITHIN) != 0
     for world in worlds:
         assert f"configured differently: {named}" in world.log, world.tail()
         assert "start every command with the same flags" in world.log
+
+
+def test_checkpoint_at_two_paths(
+    start: Start, checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As on two hosts: equal files count, not where they lie."""
+    port, there = free_port(), tmp_path / "there"
+    shutil.copytree(checkpoints("embedded"), there)
+    front = start(command("attention", port, 1, 1, "--model-path", str(checkpoints("embedded"))))
+    start(command("ffn", port, 1, 1, "--model-path", str(there)))
+    front.wait_healthy()
 
 
 def test_wrong_peer_address(start: Start) -> None:

@@ -41,11 +41,13 @@ def test_json_keeps_every_field(config: AfdConfig) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"transport": "tcp"}, "--afd-transport tcp is unknown; choose auto, gloo, deepep"),
+        ({"transport": "tcp"}, "--afd-transport tcp is unknown; choose auto, nvlink, deepep, gloo"),
         ({"max_tokens_per_rank": 0}, "--afd-max-tokens-per-rank is 0"),
         ({"startup_timeout": 0.0}, "--afd-startup-timeout is 0.0"),
         ({"exchange_timeout": -1.0}, "--afd-exchange-timeout is -1.0"),
         ({"exchange_timeout": float("nan")}, "--afd-exchange-timeout is nan"),
+        ({"exchange_timeout": float("inf")}, "--afd-exchange-timeout is inf"),
+        ({"startup_timeout": float("inf")}, "--afd-startup-timeout is inf"),
     ],
 )
 def test_bad_values_are_refused_by_flag(changes: dict[str, Any], message: str) -> None:

@@ -47,7 +47,7 @@ def test_a_plan_serves_one_step() -> None:
     context.serving, context.plan = True, PLAN
     with context.step() as plan:
         assert plan is PLAN
-    with pytest.raises(RuntimeError, match=r"attention rank 0 .*outside of an agreed step"):
+    with pytest.raises(RuntimeError, match=r"attention rank 0.0 .*outside of an agreed step"):
         with context.step():
             pytest.fail("the step was entered")
 
@@ -71,5 +71,5 @@ def test_a_process_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         current()
     context = enter(make(5))
     assert current() is context
-    with pytest.raises(RuntimeError, match=r"already is FFN rank 1 \(world rank 5\)"):
+    with pytest.raises(RuntimeError, match=r"already is FFN rank 0.1 \(world rank 5\)"):
         enter(make(6))

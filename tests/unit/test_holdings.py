@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_afd.observe.holdings import Holdings, size, table
+from sglang_afd.upstream import holdings as measuring
 
 pytestmark = pytest.mark.unit
 
@@ -23,6 +29,7 @@ ATTENTION = Holdings(
     communicator_bytes=512,
     buffer_bytes=100,
     buffer_estimate_bytes=2048,
+    passing_estimate_bytes=0,
 )
 FFN = Holdings(
     rank="FFN rank 0 (world rank 1)",
@@ -36,6 +43,7 @@ FFN = Holdings(
     communicator_bytes=5 * MIB,
     buffer_bytes=1024,
     buffer_estimate_bytes=1024,
+    passing_estimate_bytes=2 * MIB,
 )
 
 
@@ -67,14 +75,66 @@ def test_a_size_reads_back_as_what_it_was(count: int) -> None:
 def test_the_table_has_a_line_for_every_rank() -> None:
     assert table([ATTENTION, FFN]).splitlines() == [
         "rank                             experts/layer  parameters  weights  load peak"
-        "  KV tokens        KV  communicator  buffers (estimate)",
+        "  KV tokens        KV  communicator  buffers (estimate)  a round (estimate)",
         "attention rank 0 (world rank 0)              0   1,234,567  3.0 MiB    3.5 MiB"
-        "     65,536  2.00 GiB         512 B     100 B (2.0 KiB)",
+        "     65,536  2.00 GiB         512 B     100 B (2.0 KiB)                 0 B",
         "FFN rank 0 (world rank 1)                  128           9      0 B     1023 B"
-        "          0       0 B       5.0 MiB   1.0 KiB (1.0 KiB)",
+        "          0       0 B       5.0 MiB   1.0 KiB (1.0 KiB)             2.0 MiB",
     ]
 
 
 def test_columns_stay_aligned() -> None:
     lines = table([ATTENTION, FFN, ATTENTION]).splitlines()
     assert len({len(line) for line in lines}) == 1
+
+
+def test_what_was_not_measured_is_not_a_size() -> None:
+    unknown = msgspec.structs.replace(FFN, load_peak_bytes=None)
+    assert "0 B  not measured" in table([ATTENTION, unknown]).splitlines()[2]
+    assert msgspec.convert(msgspec.to_builtins(unknown), Holdings) == unknown
+
+
+@dataclass
+class Runner:
+    is_draft_worker: bool = False
+
+
+def measured(runner: Runner, loaded: list[Runner]) -> int | None:
+    """What the hook measures of a load that holds 64 MiB for a while."""
+
+    def load(one: Runner) -> str:
+        loaded.append(one)
+        torch.ones(64 * MIB, dtype=torch.uint8)
+        return "weights"
+
+    assert measuring._measure_load(load, runner) == "weights"
+    return measuring._load_peak
+
+
+@pytest.fixture
+def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_load_peak", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_the_peak_of_loading_is_measured(nothing_measured: None) -> None:
+    peak = measured(Runner(), [])
+    assert peak is not None and 60 * MIB <= peak < 256 * MIB
+
+
+@pytest.mark.parametrize("status", [None, "VmRSS: 5 kB\n", ""], ids=["no", "no-peak", "empty"])
+def test_a_machine_that_forbids_it_still_starts(
+    nothing_measured: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str | None
+) -> None:
+    """/proc may be read-only, or lack the peak."""
+    if status is not None:
+        (tmp_path / "status").write_text(status)
+        (tmp_path / "clear_refs").touch()
+    monkeypatch.setattr(measuring, "_PROC", tmp_path / ("absent" if status is None else ""))
+    loaded: list[Runner] = []
+    assert measured(Runner(), loaded) is None
+    assert len(loaded) == 1
+
+
+def test_a_draft_models_load_is_not_the_ranks(nothing_measured: None) -> None:
+    assert measured(Runner(is_draft_worker=True), []) is None

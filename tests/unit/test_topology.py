@@ -57,7 +57,8 @@ def test_uneven_experts_are_refused_with_the_counts_that_fit() -> None:
 def test_attention_ranks_own_no_experts(layout: Topology) -> None:
     experts = layout.ffn_ranks * layout.attention_tp
     for rank in layout.attention_world:
-        with pytest.raises(TopologyError, match=f"attention rank {rank} .*owns no experts"):
+        name = re.escape(layout.name_of(rank))
+        with pytest.raises(TopologyError, match=f"^{name} owns no experts"):
             layout.experts_of(rank, experts)
 
 
@@ -70,16 +71,30 @@ def test_counts_below_one_are_refused_by_flag(flag: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 3])
-def test_ranks_outside_of_the_world_are_refused(rank: int) -> None:
+@pytest.mark.parametrize("ask", ["role_of", "name_of", "experts_of"])
+def test_ranks_outside_of_the_world_are_refused(ask: str, rank: int) -> None:
+    more = (4,) if ask == "experts_of" else ()
     with pytest.raises(TopologyError, match=re.escape(f"rank {rank} is outside")):
-        Topology(2, 1).role_of(rank)
+        getattr(Topology(2, 1), ask)(rank, *more)
 
 
-def test_names_count_from_zero_in_each_role() -> None:
-    layout = Topology(2, 1, attention_tp=2)
-    assert [layout.name_of(rank) for rank in (0, 3, 4, 5)] == [
+def test_names_count_dp_ranks_from_zero_in_each_role() -> None:
+    layout = Topology(2, 2)
+    assert [layout.name_of(rank) for rank in range(4)] == [
         "attention rank 0 (world rank 0)",
-        "attention rank 3 (world rank 3)",
-        "FFN rank 0 (world rank 4)",
-        "FFN rank 1 (world rank 5)",
+        "attention rank 1 (world rank 1)",
+        "FFN rank 0 (world rank 2)",
+        "FFN rank 1 (world rank 3)",
+    ]
+
+
+def test_with_attention_tp_names_say_the_place_in_the_dp_rank() -> None:
+    layout = Topology(2, 1, attention_tp=2)
+    assert [layout.name_of(rank) for rank in range(6)] == [
+        "attention rank 0.0 (world rank 0)",
+        "attention rank 0.1 (world rank 1)",
+        "attention rank 1.0 (world rank 2)",
+        "attention rank 1.1 (world rank 3)",
+        "FFN rank 0.0 (world rank 4)",
+        "FFN rank 0.1 (world rank 5)",
     ]

@@ -1,0 +1,112 @@
+"""What ranks compare before they serve together: every field that would change an answer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang.srt.runtime_context as runtime_context
+
+from sglang_afd import context as context_module
+from sglang_afd import embedded
+from sglang_afd.config import AfdConfig, ConfigError, differences
+from sglang_afd.context import RankContext, current
+from sglang_afd.upstream import ranks
+
+pytestmark = pytest.mark.unit
+
+CONFIG = AfdConfig(attention_ranks=1, ffn_ranks=1)
+SAME: dict[str, Any] = {
+    "model_path": str(embedded.path()),
+    "dtype": "torch.bfloat16",
+    "quantization": None,
+    "revision": None,
+    "load_format": "auto",
+    "chunked_prefill_size": 2048,
+    "disable_overlap_schedule": False,
+    "commit": None,
+}
+
+
+@pytest.fixture
+def learn(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let a rank learn its place; returns what it will compare with the others."""
+
+    def run(rank: int = 0, **changed: Any) -> RankContext:
+        told = {**SAME, **changed}
+        text = SimpleNamespace(**json.loads((embedded.path() / "config.json").read_text()))
+        text._commit_hash = told["commit"]
+        model = SimpleNamespace(
+            hf_config=text,
+            hf_text_config=text,
+            **{name: told[name] for name in ("model_path", "dtype", "quantization", "revision")},
+        )
+        bag = SimpleNamespace(tp_rank=rank, **told)
+        for getter in ("get_parallel", "get_schedule", "get_model"):
+            monkeypatch.setattr(runtime_context, getter, lambda: bag)
+        monkeypatch.setattr(context_module, "_current", None)
+        [hook] = [h for h in ranks.hooks(CONFIG) if h.target.endswith("init_model_config")]
+        hook.fn(None, SimpleNamespace(model_config=model))
+        return current()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"dtype": "torch.float32"}, "dtype"),
+        ({"quantization": "fp8"}, "quantization"),
+        ({"revision": "main"}, "revision"),
+        ({"load_format": "dummy"}, "load_format"),
+        ({"chunked_prefill_size": 512}, "chunked_prefill_size"),
+        ({"disable_overlap_schedule": True}, "disable_overlap_schedule"),
+    ],
+)
+def test_each_setting_is_compared(learn: Any, changed: dict[str, Any], named: str) -> None:
+    here, there = learn(), learn(1, **changed)
+    [difference] = differences(here.agreement, there.agreement)
+    assert difference.startswith(f"{named} is ")
+    assert here.config_hash != there.config_hash
+
+
+def test_the_checkpoint_is_compared_by_content(learn: Any, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(embedded.path(), tmp_path / "copy"))
+    assert differences(learn().agreement, learn(1, model_path=str(copy)).agreement) == []
+    with (copy / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    [difference] = differences(learn().agreement, learn(1, model_path=str(copy)).agreement)
+    assert difference.startswith("weights is ")
+
+
+def test_a_repositorys_commit_is_compared(learn: Any) -> None:
+    here, there = (learn(model_path="org/name", commit=commit).agreement for commit in "ab")
+    assert differences(here, there) == ["checkpoint is org/name a here and org/name b there"]
+
+
+def test_ranks_that_differ_are_refused_with_names_and_difference(
+    learn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.distributed as dist
+
+    here, there = learn(), learn(1, load_format="dummy")
+
+    def gather(into: list[Any], own: Any, group: Any) -> None:
+        into[:] = [here.agreement, there.agreement]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    with pytest.raises(ConfigError) as refusal:
+        ranks.verify_agreement(here, None)
+    assert str(refusal.value) == (
+        "attention rank 0 (world rank 0) and FFN rank 0 (world rank 1) are configured differently: "
+        "load_format is auto here and dummy there; start every command with the same flags and "
+        "model"
+    )
+    gathered_equal = lambda into, own, group: into.__setitem__(slice(None), [own, own])  # noqa: E731
+    monkeypatch.setattr(dist, "all_gather_object", gathered_equal)
+    ranks.verify_agreement(here, None)
