@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import psutil
 
 from sglang_afd.addresses import port_problem
+from sglang_afd.running import ports_of
 from sglang_afd.upstream.ports import LOOPBACK
 from tests.support.client import Client
 from tests.support.processes import (
@@ -29,10 +30,9 @@ from tests.support.processes import (
 ZYGOTE_START = 120.0  # seconds; imports take 12 to 25 on a quiet machine
 WORLD_START = 90.0  # seconds; a world is up in 8 to 15 on a quiet machine
 STOP = 40.0  # seconds; SGLang polls for SIGTERM every 5 s, then drains and ends its ranks
-# SGLang derives ports from --port: +233 to +246 for its processes' channels and handshakes.
+# SGLang derives ports from --port, up to 239 above it (`ports_of`).
 _PORT_SPAN = 260
 _FIRST_PORT, _LAST_PORT = 20000, 32000  # below the range that the kernel hands out
-_DERIVED = (0, *range(233, 250))
 
 
 class Launcher(Protocol):
@@ -255,7 +255,7 @@ def free_port() -> int:
         _next_port += _PORT_SPAN
         if _next_port > _LAST_PORT:
             _next_port = _FIRST_PORT
-        if not any(port_problem(LOOPBACK, port + offset) for offset in _DERIVED):
+        if not any(port_problem(LOOPBACK, other) for other in ports_of(port)):
             return port
 
 
