@@ -3,7 +3,8 @@
     python -m benchmarks.two_gpus --out benchmarks/results/DATE_two_gpus [--parts load]
 
 Parts: `references` lets SGLang on one GPU continue prompts on a seeded checkpoint (hidden size
-2048) whose experts matter, in BF16 and FP8; `bf16` and `fp8` compare AFD with it; `load` serves
+2048) whose experts matter, in BF16 and FP8; `bf16` and `fp8` compare AFD with it, `small` does so
+on the embedded model (hidden size 256, which deepep cannot carry); `load` serves
 Qwen3-30B-A3B's published shape with dummy weights under ``sglang.bench_serving`` (dummy weights
 show that it serves and how much it holds, not its answers).
 Each part writes its own JSON file, so one that fails leaves the others' records. A second call with
@@ -45,6 +46,7 @@ from benchmarks.agreement import (
 )
 from benchmarks.fp8 import quantise_checkpoint
 from benchmarks.progress import say, starting
+from sglang_afd import embedded
 from sglang_afd.running import Server, free_port, serve, start
 from tests.support.checkpoints import seeded_qwen3_moe
 from tests.support.planting import Planting
@@ -145,7 +147,8 @@ def main() -> None:
         result["seconds"] = time.monotonic() - began
         head = {"identity": identity(), "part": name, "deployment": afd._asdict()}
         text = json.dumps({**head, **result}, indent=1)
-        (args.out / f"{name}.json").write_text(text + "\n")
+        file = name if name == "references" else f"{name}-{afd.transport}"
+        (args.out / f"{file}.json").write_text(text + "\n")
         say(f"part {name} took {result['seconds']:.0f} s\n{text[:2500]}")
     raise SystemExit(failed)
 
@@ -259,6 +262,30 @@ def agreement(work: Path, out: Path, afd: Deployment, name: str) -> dict[str, An
     }
 
 
+def small(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
+    """The embedded model, of hidden size 256, in BF16: AFD against SGLang on one GPU."""
+    args = ["--model-path", str(embedded.path()), *AGREEMENT]
+    vocab = json.loads((embedded.path() / "config.json").read_text())["vocab_size"]
+    prompts = random_prompts(LENGTHS[:8], vocab=vocab, seed=SEED)
+    alone = [*args, "--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"]
+    with serve(
+        "small-one-gpu",
+        alone,
+        port=30000,
+        logs=out,
+        module="sglang.launch_server",
+        environment={"CUDA_VISIBLE_DEVICES": "0"},
+        timeout=START,
+        tick=starting("small-one-gpu"),
+    ) as server:
+        reference = continue_greedily(server, prompts, tokens=TOKENS)
+        itself = compare(server, reference, tokens=TOKENS)
+    with afd.serve("small-afd", args, port=32000, logs=out) as server:
+        result = compare(server, reference, tokens=TOKENS)
+        holdings = server.call("/server_info")["internal_states"][0]["afd"]
+    return {"against_itself": itself, "afd_against_one_gpu": result, "afd": holdings}
+
+
 def load(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
     """256 concurrent requests on Qwen3-30B-A3B's shape with dummy weights."""
     model = work / "qwen3-30b-a3b"
@@ -314,6 +341,7 @@ PARTS: dict[str, Callable[[Path, Path, Deployment], dict[str, Any]]] = {
     "references": references,
     "bf16": partial(agreement, name="bf16"),
     "fp8": partial(agreement, name="fp8"),
+    "small": small,
     "load": load,
 }
 

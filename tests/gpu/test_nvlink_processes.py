@@ -1,0 +1,61 @@
+"""The `nvlink` transport between processes, over symmetric memory: one GPU a rank, or shared ones."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_afd.topology import Topology
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SEED = int(os.environ.get("SEED", random.randrange(2**31)))
+
+
+def launch(folder: Path, attention: int, ffn: int, silent: int = -1) -> dict[int, str]:
+    """What every rank (but a silent one) reports."""
+    print(f"SEED={SEED}")
+    environment = {**os.environ, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    arguments = [str(attention), str(ffn), str(folder), str(SEED), str(silent)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.nvlink_world", str(rank), *arguments],
+            env=environment,
+        )
+        for rank in range(attention + ffn)
+    ]
+    try:
+        for rank, process in enumerate(running):
+            if rank != silent:
+                assert process.wait(90) == 0
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    ranks = [rank for rank in range(attention + ffn) if rank != silent]
+    return {rank: (folder / f"rank{rank}.txt").read_text() for rank in ranks}
+
+
+@pytest.mark.parametrize(("attention", "ffn"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_every_bit_comes_back(tmp_path: Path, attention: int, ffn: int) -> None:
+    assert set(launch(tmp_path, attention, ffn).values()) == {"ok"}
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_rank_that_stops_is_named(tmp_path: Path, silent: int) -> None:
+    """2A1F: the ranks that wait for the silent one end in time and name it."""
+    reports = launch(tmp_path, 2, 1, silent)
+    topology = Topology(2, 1)
+    direct = [2] if silent == 0 else [0, 1]
+    for rank in direct:
+        assert reports[rank].startswith(f"{topology.name_of(rank)} waited 5 s"), reports
+        assert f"for {topology.name_of(silent)} in exchange" in reports[rank]
