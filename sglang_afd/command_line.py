@@ -49,7 +49,7 @@ def values(args: Sequence[str], *spellings: str) -> list[str | None]:
         if not arg.startswith("--"):
             continue
         name, equals, value = arg.partition("=")
-        if not any(_means(name, spelling) for spelling in spellings):
+        if not any(means(name, spelling) for spelling in spellings):
             continue
         if equals:
             found.append(value)
@@ -107,7 +107,8 @@ def expand_config_file(args: Sequence[str]) -> list[str]:
     return [part for key, value in options.items() for part in as_flag(key, value)] + rest
 
 
-def _means(name: str, spelling: str) -> bool:
+def means(name: str, spelling: str) -> bool:
+    """Whether SGLang's parser takes `name` for the flag `spelling`: it may be abbreviated."""
     if name == spelling:
         return True
     return len(name) > 2 and name not in WHOLE_FLAGS and spelling.startswith(name)

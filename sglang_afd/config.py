@@ -10,8 +10,6 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 
@@ -114,19 +112,6 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """The deployment this process belongs to, or None: SGLang runs without AFD."""
         text = os.environ.get(ENV)
         return cls.from_json(text) if text else None
-
-    @contextmanager
-    def exported(self) -> Iterator[None]:
-        """Let the processes that are started inside this block inherit the deployment."""
-        previous = os.environ.get(ENV)
-        os.environ[ENV] = self.to_json()
-        try:
-            yield
-        finally:
-            if previous is None:
-                del os.environ[ENV]
-            else:
-                os.environ[ENV] = previous
 
 
 def fingerprint(facts: dict[str, object]) -> int:

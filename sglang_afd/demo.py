@@ -27,6 +27,7 @@ _START_TIMEOUT = 400.0
 
 def main() -> int:
     """Run the demonstration; returns the exit status."""
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--attention-ranks", type=int, default=2, metavar="A")
     parser.add_argument("--ffn-ranks", type=int, default=1, metavar="F")
@@ -58,7 +59,7 @@ def main() -> int:
         return 1
     finally:
         status.stop()
-    console.print("Stopped; no process is left.")
+    console.print(f"Stopped; no process is left.  {time.monotonic() - began:.0f} s in all.")
     return 0
 
 

@@ -22,11 +22,17 @@ def Engine(**arguments: Any) -> Any:
 
     Raises:
         sglang_afd.start.Refused: the arguments cannot be right, or a gate refuses them.
+        ValueError: a False that SGLang's flags cannot say.
         RuntimeError: SGLang was imported earlier, for another platform than it will run on.
 
     A process holds one deployment.  As with ``sglang.Engine``, call it under
     ``if __name__ == "__main__"``: child processes import the main module.
     """
+    if "server_args" in arguments:
+        raise start.Refused(
+            "Engine takes no server_args, which would bring AFD's settings along unchecked; give "
+            "its fields by their names"
+        )
     imported_before = server.is_imported() and os.environ.get(CPU_ENV) != "1"
     arguments.setdefault("log_level", "error")
     arguments.setdefault("port", free_port())  # ranks take ports next to it; none is served
@@ -37,14 +43,18 @@ def Engine(**arguments: Any) -> Any:
             "at import; make the Engine first, or set SGLANG_AFD_CPU=1 before the import"
         )
     server.install_plugins()
-    return server.make_engine(command.sglang_args)
+    off = [name for name, value in arguments.items() if value is False]
+    return server.make_engine([*command.sglang_args, *server.switched_off(off)])
 
 
 def to_argv(arguments: dict[str, Any]) -> list[str]:
-    """Keyword arguments as command-line arguments (see `as_flag`); None is left out."""
+    """Keyword arguments as command-line arguments (see `as_flag`); None is left out.
+
+    A False of SGLang's is left out too: `sglang_afd.upstream.server.switched_off` says it.
+    """
     return [
         part
         for name, value in arguments.items()
         if value is not None
-        for part in as_flag(name, value)
+        for part in as_flag(name, str(value) if name.startswith("afd_") else value)
     ]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_afd.addresses import port_problem
-from sglang_afd.upstream.ports import LOOPBACK, one_command_ports
+from sglang_afd.upstream.ports import LOOPBACK, first_command_ports, one_command_ports
 
 
 class ServerFailed(RuntimeError):
@@ -117,18 +117,19 @@ def start(
 
 
 def ports_of(port: int) -> list[int]:
-    """The ports that a server with HTTP port `port` binds: its own and those SGLang derives."""
-    return [port, *(derived.port for derived in one_command_ports(port))]
+    """All that a command may bind with HTTP port `port`, or with this port in --dist-init-addr."""
+    derived = (*one_command_ports(port), *first_command_ports(LOOPBACK, port))
+    return sorted({port, *(other.port for other in derived)})
 
 
-def free_port(needed: Callable[[int], list[int]] = ports_of) -> int:
-    """A port of which all `needed` are free, below the range that the system hands out itself.
+def free_port() -> int:
+    """A port that is free with all its `ports_of`, below the range that the system hands out.
 
     Raises:
         ServerFailed: there is none among many.
     """
     for port in random.sample(range(10000, 30000), 1000):
-        if not any(port_problem(LOOPBACK, other) for other in needed(port)):
+        if not any(port_problem(LOOPBACK, other) for other in ports_of(port)):
             return port
     raise ServerFailed("this machine has no free ports between 10000 and 30000")
 

@@ -18,6 +18,7 @@ from tests.support.world import World, Worlds, Zygote
 
 _WORLDS = pytest.StashKey[Worlds]()
 _FAILED = pytest.StashKey[bool]()
+_STARTS = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,11 +40,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, Any, Any]:
-    """Attach the servers' logs to what failed."""
+    """Attach the servers' logs to what failed, and to each report how long they took to start."""
+    if worlds := item.config.stash.get(_WORLDS, None):
+        starts = worlds.starts()
+        for start in starts[item.config.stash.get(_STARTS, 0) :]:
+            item.user_properties.append(("world start", f"{start.seconds:.1f} {start.others:.2f}"))
+        item.config.stash[_STARTS] = len(starts)
     report = yield
     if report.failed:
         item.stash[_FAILED] = True
-        worlds = item.config.stash.get(_WORLDS, None)
         for world in worlds.recent if worlds else ():
             report.sections.append((f"log of {world.log_path.name}", world.tail()))
     return report

@@ -34,11 +34,3 @@ class MoeFacts:
     hidden_size: int
     intermediate_size: int
     """Inner size of one expert."""
-
-    def expert_parameters(self) -> int:
-        """Parameters of one expert in one layer: gate, up and down projections."""
-        return 3 * self.hidden_size * self.intermediate_size
-
-    def all_expert_parameters(self) -> int:
-        """Parameters of all routed experts of the model."""
-        return len(self.layers) * self.num_experts * self.expert_parameters()

@@ -2,6 +2,7 @@
 
 A row is *served*, with the test that shows it, or *refused*: the gate refuses its flags and
 environment variables before anything starts, and `sglang_afd.upstream.refusals` its requests.
+`sglang_afd.features.reviewed` lists all other flags of SGLang; the gate refuses what is nowhere.
 ``python -m sglang_afd.features`` writes docs/features.md.
 """
 
@@ -11,17 +12,42 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_afd.command_line import values
+from sglang_afd.command_line import means, values
 from sglang_afd.features import refused_execution, refused_model
+from sglang_afd.features.reviewed import PASSED, SETTINGS
 from sglang_afd.features.row import Feature, Switch
+from sglang_afd.features.row import refused as refused_row
 from sglang_afd.features.served import SERVED
+from sglang_afd.flags import OWNED
 
-__all__ = ["FEATURES", "Asked", "Feature", "Switch", "document", "refused", "refused_request"]
+__all__ = [
+    "FEATURES",
+    "KNOWN",
+    "UNKNOWN",
+    "Asked",
+    "Feature",
+    "Switch",
+    "document",
+    "refused",
+    "refused_request",
+]
 
 FEATURES: tuple[Feature, ...] = (
     *SERVED,
     *refused_execution.REFUSED,
     *refused_model.REFUSED,
+)
+UNKNOWN = refused_row(
+    "an unknown feature",
+    "the SGLang that AFD extends has no such flag, so what it does to the split is not known",
+    "correct it, or leave it out",
+)
+KNOWN: frozenset[str] = frozenset(
+    (
+        *(name for f in FEATURES for s in f.switches for name in (s.flag, *s.aliases)),
+        *(name for spellings, _ in OWNED for name in spellings),
+        *(name for names in (*PASSED.values(), *SETTINGS.values()) for name in names),
+    )
 )
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 _OFF = ("", "0", "false", "no", "off", "n", "f")  # how SGLang reads a variable as false
@@ -36,7 +62,10 @@ class Asked(NamedTuple):
 
 
 def refused(args: Sequence[str], environment: Mapping[str, str]) -> Iterator[Asked]:
-    """The refused features that SGLang's arguments `args` or the environment turn on."""
+    """The refused features that SGLang's arguments `args` or the environment turn on.
+
+    A setting of a refused feature asks for it, and a flag that is in no list for `UNKNOWN`.
+    """
     for feature in FEATURES:
         if feature.served:
             continue
@@ -44,9 +73,23 @@ def refused(args: Sequence[str], environment: Mapping[str, str]) -> Iterator[Ask
             for value in values(args, switch.flag, *switch.aliases):
                 if switch.turned_on_by(value):
                     yield Asked(feature, " ".join(filter(None, (switch.flag, value))))
+        for flag in SETTINGS.get(feature.name, ()):
+            if values(args, flag):
+                yield Asked(feature, flag)
         for name in feature.environment:
             if environment.get(name, "").lower() not in _OFF:
                 yield Asked(feature, f"{name}={environment[name]}")
+    for flag in _unknown(args):
+        yield Asked(UNKNOWN, flag)
+
+
+def _unknown(args: Sequence[str]) -> Iterator[str]:
+    """The flags in `args` that no row, no list and no --afd-* flag stands for."""
+    names = (arg.partition("=")[0] for arg in args if arg.startswith("--"))
+    for name in names:
+        spelt = name.replace("--no-", "--", 1)  # the other form of a switch
+        if not any(means(spelt, flag) for flag in KNOWN):
+            yield name
 
 
 def refused_request(request: str) -> Feature:
@@ -78,7 +121,9 @@ def document() -> str:
             "",
             "What a flag, request or environment variable in the second column asks for is either "
             "served or refused. Refused flags and variables end the start with one error; refused "
-            "requests get a 400. Flags that no row names do not touch the split and pass through.",
+            "requests get a 400. A setting of a refused feature is refused with it. Other flags "
+            "were looked at one by one and pass through to SGLang, most without a test of their "
+            "own. A flag that is nowhere below is refused.",
             "",
             f"## Served ({len(served)})",
             "",
@@ -94,8 +139,24 @@ def document() -> str:
             "|---|---|---|---|",
             *refusals,
             "",
+            "## Refused settings",
+            "",
+            "| feature | its settings |",
+            "|---|---|",
+            *(f"| {name} | {_code(names)} |" for name, names in SETTINGS.items()),
+            "",
+            "## Passed through",
+            "",
+            "| why | flags |",
+            "|---|---|",
+            *(f"| {why} | {_code(names)} |" for why, names in PASSED.items()),
+            "",
         ]
     )
+
+
+def _code(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _turned_on(feature: Feature) -> str:
@@ -108,4 +169,4 @@ def _turned_on(feature: Feature) -> str:
             text += f" other than {', '.join(switch.off)}"
         parts.append(text)
     parts += [f"`{name}`" for name in (*feature.requests, *feature.environment)]
-    return "; ".join(parts) or "default"
+    return "; ".join(parts) or ("default" if feature.served else "see below")

@@ -87,6 +87,7 @@ REFUSED: tuple[Feature, ...] = (
             "--disable-attn-tp-gather",
             "--enable-tp-lm-head-all-to-all",
         ),
+        Switch("--boundary-reduction", off=("auto",)),
     ),
     refused(
         "Other collectives",
@@ -102,6 +103,7 @@ REFUSED: tuple[Feature, ...] = (
             "--flashinfer-allreduce-fusion-backend",
             "--enable-flashinfer-allreduce-fusion",
             "--enable-scattered-sconv",
+            "--pre-warm-nccl",
         ),
     ),
     refused(
@@ -209,6 +211,7 @@ REFUSED: tuple[Feature, ...] = (
         "they attach to SGLang's model, which FFN ranks do not run",
         LEAVE_OUT,
         *flags("--debug-tensor-dump-output-folder", "--forward-hooks", "--msprobe-dump-config"),
+        Switch("--enable-layerwise-nvtx-marker"),
         Switch("--kv-canary", off=("none",)),
     ),
     refused(
@@ -235,6 +238,18 @@ REFUSED: tuple[Feature, ...] = (
         "use the HTTP server",
         *flags("--smg-grpc-mode", "--grpc-mode", "--grpc-port", "--sidecar"),
         environment=("SGLANG_GRPC_PORT",),
+    ),
+    refused(
+        "HTTP/2 server",
+        NOT_SHOWN,
+        "put a proxy in front of the HTTP/1.1 server",
+        Switch("--enable-http2"),
+    ),
+    refused(
+        "MFU metrics",
+        "they are reckoned from the whole model, of which a rank runs a part",
+        "use --enable-metrics alone",
+        Switch("--enable-mfu-metrics"),
     ),
     refused(
         "Control messages to each DP rank alone",

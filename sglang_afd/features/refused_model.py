@@ -156,4 +156,9 @@ REFUSED: tuple[Feature, ...] = (
         Switch("--offload-group-size", off=("-1",)),
         *flags("--kt-weight-path", "--enable-paged-experts"),
     ),
+    refused(
+        "Settings of other model families, quantisations and platforms",
+        "no model that AFD serves reads them",
+        LEAVE_OUT,
+    ),
 )

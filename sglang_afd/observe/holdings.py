@@ -18,8 +18,9 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
     experts: int
     """Routed experts per MoE layer on this rank."""
     parameters: int
-    """Elements of all weights."""
+    """Elements that come from the checkpoint."""
     weight_bytes: int
+    """Of the parameters, and of what the model derives for itself (rotary tables)."""
     load_peak_bytes: int | None
     """Largest amount that loading the weights held at once, the weights included; None where the
     machine does not let it be measured."""

@@ -102,7 +102,8 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
 
     context = current()
     runner = scheduler.tp_worker.model_runner
-    weights = [*runner.model.parameters(), *runner.model.buffers()]
+    parameters = list(runner.model.parameters())
+    weights = [*parameters, *runner.model.buffers()]
     buffers = estimate(
         context.config,
         context.facts,
@@ -115,7 +116,7 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
         rank=context.name,
         role=context.role.value,
         experts=0 if attention else context.topology.experts_per_rank(context.facts.num_experts),
-        parameters=sum(weight.numel() for weight in weights),
+        parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(weight.nbytes for weight in weights),
         load_peak_bytes=_load_peak,
         kv_tokens=int(runner.max_total_num_tokens) if attention else 0,

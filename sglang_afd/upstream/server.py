@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -38,6 +38,28 @@ def add_sglang_flags(parser: argparse.ArgumentParser) -> None:
     from sglang.srt.server_args import ServerArgs
 
     ServerArgs.add_cli_args(parser)
+
+
+def switched_off(names: Iterable[str]) -> list[str]:
+    """Command-line arguments that give False to the server's arguments `names`.
+
+    Raises:
+        ValueError: SGLang has no argument of a name, or none of its flags gives it False.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    add_sglang_flags(parser)
+    flags = {name: action for action in parser._actions for name in action.option_strings}
+    found: list[str] = []
+    for name in names:
+        flag = "--" + name.replace("_", "-")
+        action = flags.get(flag)
+        if action is None:
+            raise ValueError(f"{name}=False: SGLang's server has no argument {name}")
+        if isinstance(action, argparse.BooleanOptionalAction):
+            found.append(flag.replace("--", "--no-", 1))
+        elif action.default is not False:
+            raise ValueError(f"{name}=False: no flag of SGLang's says that; leave {name} out")
+    return found
 
 
 def make_engine(args: Sequence[str]) -> Any:

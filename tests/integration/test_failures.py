@@ -59,7 +59,7 @@ def refused(world: World, *, within: float = REFUSED_WITHIN) -> str:
         "experts-not-divisible",
         "heads-not-divisible",
         "unknown-transport",
-        "missing-deep-ep",
+        "deepep-on-a-cpu",
         "no-row",
         "unknown-flag",
         "owned-flag",

@@ -39,18 +39,13 @@ def write_model(directory: Path, weights: bool = True, **changes: Any) -> Path:
     return directory
 
 
-def ports_of(port: int) -> list[int]:
-    """All that a command may bind with this HTTP port, or this port in --dist-init-addr."""
-    return [port, *range(port, port + 14), *range(port + 233, port + 240)]
-
-
 def make_facts(
     model: Path | str, *flags: str, machine: Machine | None = None, **environment: str
 ) -> Facts:
     """Facts of a 1A+1F command (unless `flags` give other counts), on a CPU without `machine`."""
     argv = ["--model-path", str(model), *ONE_OF_EACH, *flags]
     if not any(flag.startswith("--port") for flag in flags):
-        argv += ["--port", str(free_port(ports_of))]
+        argv += ["--port", str(free_port())]
     command = parse(argv, transport="deepep" if machine else "gloo")
     assert command.config is not None
     return Facts(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-CHECKPOINTS = ("embedded", "seeded", "zeroed")
+CHECKPOINTS = ("embedded", "seeded", "zeroed", "large")
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,31 @@ A3F1 = Layout(3, 1)
 A1T2F1 = Layout(1, 1, tp=2)
 
 CHUNK, CAP, RUNNING = 64, 16, 8  # tokens a chunk, rows a slice, requests at once on a rank
-SMALL = replace(
-    A2F1,
-    # A long prompt takes several chunks, and one exchange of a chunk several slices.
-    flags=(
-        *("--chunked-prefill-size", str(2 * CHUNK)),  # SGLang divides it over the attention ranks
-        *("--afd-max-tokens-per-rank", str(CAP)),
-        *("--max-running-requests", str(2 * RUNNING)),
-        "--constrained-json-disable-any-whitespace",  # or a model may write spaces for ever
-        "--enable-metrics",
-        "--enable-priority-scheduling",
-        *("--stream-interval", "1"),
-    ),
-    note="small",
-)
+
+
+def small(layout: Layout) -> Layout:
+    """`layout` with small caps: a long prompt takes several chunks, and one exchange of a chunk
+    several slices."""
+    return replace(
+        layout,
+        flags=(
+            # SGLang divides these two over the attention ranks
+            *("--chunked-prefill-size", str(layout.attention * CHUNK)),
+            *("--max-running-requests", str(layout.attention * RUNNING)),
+            *("--afd-max-tokens-per-rank", str(CAP)),
+            "--constrained-json-disable-any-whitespace",  # or a model may write spaces for ever
+            "--enable-metrics",
+            "--enable-priority-scheduling",
+            *("--stream-interval", "1"),
+        ),
+        note="small",
+    )
+
+
+SMALL = small(A2F1)
 """The world that most tests share: small caps, so that every request crosses them."""
+WIDER = (small(A2F2), small(A1T2F1))
+"""The same with more than one FFN rank, and with attention TP."""
 
 
 def on(*layouts: Layout, full: tuple[Layout, ...] = ()) -> pytest.MarkDecorator:

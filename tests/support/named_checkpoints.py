@@ -20,31 +20,45 @@ SEEDED = {
     "top_k": 2,
     "shards": 2,
 }
+LARGE = {
+    "seed": 5,
+    "layers": 4,
+    "hidden": 1024,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 128,
+    "experts": 16,
+    "top_k": 2,
+    "moe_intermediate": 256,
+    "shards": 40,
+}
+"""270 MB, of which 200 are experts, so that the noise of a process's memory is small beside a
+role's weights; no file has more than 14 MB."""
+_DIMENSIONS = {"seeded": SEEDED, "zeroed": SEEDED, "large": LARGE}
 
 
 def directory(name: str, folder: Path) -> Path:
     """The checkpoint `name`, made under `folder` if it is not there yet.
 
     ``embedded``: the trained model; ``seeded``: random weights, other dimensions, two shards;
-    ``zeroed``: the seeded one with all experts zero.
+    ``zeroed``: the seeded one with all experts zero; ``large``: to measure memory with.
 
     Raises:
         KeyError: no checkpoint has that name.
     """
     if name == "embedded":
         return embedded.path()
-    make = {"seeded": _seeded, "zeroed": _zeroed}[name]
-    key = "-".join(f"{k}{v}" for k, v in SEEDED.items())
+    dimensions = _DIMENSIONS[name]
+    key = "-".join(f"{k}{v}" for k, v in dimensions.items())
     target = folder / f"{name}-{key}"
     if not target.exists():
         draft = target.with_name(f"{target.name}.{os.getpid()}")
-        make(draft, folder)
+        if name == "zeroed":
+            _zeroed(draft, folder)
+        else:
+            seeded_qwen3_moe(draft, **dimensions)
         draft.rename(target)
     return target
-
-
-def _seeded(target: Path, folder: Path) -> None:
-    seeded_qwen3_moe(target, **SEEDED)
 
 
 def _zeroed(target: Path, folder: Path) -> None:

@@ -35,6 +35,14 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
+def busy_seconds() -> float:
+    """CPU time that all processes have used so far of the cores that this one may use."""
+    cores = psutil.cpu_times(percpu=True)
+    return sum(
+        sum(cores[core]) - cores[core].idle - cores[core].iowait for core in os.sched_getaffinity(0)
+    )
+
+
 def wait_until(condition: Callable[[], bool], within: float, *, step: float = 0.1) -> bool:
     """Poll `condition` until it holds or `within` seconds have passed; whether it held."""
     deadline = time.monotonic() + within

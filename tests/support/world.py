@@ -11,22 +11,28 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
 from sglang_afd.addresses import port_problem
+from sglang_afd.running import ports_of
 from sglang_afd.upstream.ports import LOOPBACK
 from tests.support.client import Client
-from tests.support.processes import end_session, session_members, wait_until
+from tests.support.processes import (
+    busy_seconds,
+    cpu_seconds,
+    end_session,
+    session_members,
+    wait_until,
+)
 
 ZYGOTE_START = 120.0  # seconds; imports take 12 to 25 on a quiet machine
 WORLD_START = 90.0  # seconds; a world is up in 8 to 15 on a quiet machine
 STOP = 40.0  # seconds; SGLang polls for SIGTERM every 5 s, then drains and ends its ranks
-# SGLang derives ports from --port: +233 to +246 for its processes' channels and handshakes.
+# SGLang derives ports from --port, up to 239 above it (`ports_of`).
 _PORT_SPAN = 260
 _FIRST_PORT, _LAST_PORT = 20000, 32000  # below the range that the kernel hands out
-_DERIVED = (0, *range(233, 250))
 
 
 class Launcher(Protocol):
@@ -49,6 +55,10 @@ class Zygote:
     def fork(self, argv: Sequence[str], log: Path, env: Mapping[str, str]) -> int:
         """Start ``launch_server`` with `argv`; return the launcher's pid."""
         return self._ask({"argv": list(argv), "log": str(log), "env": dict(env)})["pid"]
+
+    def run(self, program: Path, argv: Sequence[str], log: Path) -> int:
+        """Run a Python program in the launcher's place, ``if __name__ == "__main__"``; its pid."""
+        return self._ask({"program": str(program), "argv": list(argv), "log": str(log)})["pid"]
 
     def exit_code(self, pid: int) -> int | None:
         """How the launcher `pid` ended (negative: the signal), or None while it runs."""
@@ -92,6 +102,14 @@ class Zygote:
         return json.loads(line)
 
 
+class Start(NamedTuple):
+    """How long a world took from its fork until it was healthy."""
+
+    seconds: float
+    others: float
+    """Share of the cores that processes of other programs took in that time."""
+
+
 class World(Client):
     """One server, from its start until nothing of it is left.
 
@@ -111,6 +129,9 @@ class World(Client):
         self._launcher, self.log_path = launcher, log
         log.write_text("")  # not what an earlier server has left there
         self.pid = launcher.fork([*argv, "--port", str(self.port)], log, env or {})
+        self._forked, self._busy = time.monotonic(), busy_seconds()
+        self.started: Start | None = None
+        """None: it has not been healthy yet."""
 
     @property
     def log(self) -> str:
@@ -134,10 +155,16 @@ class World(Client):
                 end_session(self.pid)
                 raise AssertionError(f"the server ended with {code} while starting:\n{self.tail()}")
             if "fired up and ready" in self.log and self.get("/health").status_code == 200:
+                self.started = self.started or self._start()
                 return self
             time.sleep(0.2)
         end_session(self.pid)
         raise AssertionError(f"the server is not healthy within {within:g} s:\n{self.tail()}")
+
+    def _start(self) -> Start:
+        seconds = time.monotonic() - self._forked
+        others = busy_seconds() - self._busy - cpu_seconds(self.processes())
+        return Start(seconds, max(0.0, others) / seconds / len(os.sched_getaffinity(0)))
 
     def wait_ended(self, within: float) -> int:
         """Wait until the launcher and every process of it has ended; return the exit code."""
@@ -175,7 +202,7 @@ class Worlds:
 
     def __init__(self, zygote: Zygote, folder: Path) -> None:
         self.zygote, self._folder = zygote, folder
-        self._started = 0
+        self._worlds: list[World] = []
         self._argv: tuple[str, ...] | None = None
         self.current: World | None = None
         self.recent: list[World] = []
@@ -183,10 +210,15 @@ class Worlds:
 
     def start(self, argv: Sequence[str], **kwargs: Any) -> World:
         """A server of the caller's own, which the caller stops."""
-        self._started += 1
-        world = World(self.zygote, argv, self._folder / f"world{self._started}.log", **kwargs)
+        log = self._folder / f"world{len(self._worlds) + 1}.log"
+        world = World(self.zygote, argv, log, **kwargs)
+        self._worlds.append(world)
         self.recent.append(world)
         return world
+
+    def starts(self) -> list[Start]:
+        """Of every server so far that became healthy."""
+        return [world.started for world in self._worlds if world.started is not None]
 
     def shared(self, argv: Sequence[str]) -> World:
         """The healthy shared world of `argv`: the running one, or a fresh one in its place."""
@@ -223,7 +255,7 @@ def free_port() -> int:
         _next_port += _PORT_SPAN
         if _next_port > _LAST_PORT:
             _next_port = _FIRST_PORT
-        if not any(port_problem(LOOPBACK, port + offset) for offset in _DERIVED):
+        if not any(port_problem(LOOPBACK, other) for other in ports_of(port)):
             return port
 
 

@@ -6,6 +6,8 @@ standard input:
 
 * ``{"argv": [...], "env": {...}, "log": PATH}`` forks the launcher of that server and answers
   ``{"pid": PID}``; the launcher leads a session of its own, which all its processes belong to.
+  A fault that the environment names (see `tests.support.faults`) is planted first.  With
+  ``"program": PATH`` that Python program runs in the launcher's place.
 * ``{"wait": PID}`` answers ``{"code": N}``, or ``{"code": null}`` while the launcher runs.
 
 In the forked launcher, SGLang's processes are forked too, so none of them imports again; the hooks
@@ -20,6 +22,7 @@ import gc
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 
@@ -51,11 +54,18 @@ def _serve(request: dict) -> None:
     # SGLang asks for spawn; forked children keep the imported modules and the installed hooks.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None
+    import faults  # beside this file, which runs as a program
+
     from sglang_afd import launch_server
 
     code = 1
     try:
-        launch_server.main(request["argv"])
+        faults.plant()
+        if program := request.get("program"):
+            sys.argv = [program, *request["argv"]]
+            runpy.run_path(program, run_name="__main__")
+        else:
+            launch_server.main(request["argv"])
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -86,7 +86,8 @@ def test_expert_tensors_of_a_checkpoint_are_all_found() -> None:
                 assert (rows, columns) == (sizes if tensor.projection != "w2" else sizes[::-1])
                 elements += rows * columns
                 places.add(tensor)
-    assert elements == found.all_expert_parameters()
+    one = 3 * found.hidden_size * found.intermediate_size
+    assert elements == len(found.layers) * found.num_experts * one
     assert places == {
         ExpertTensor(layer, expert, projection, "weight")
         for layer in found.layers
@@ -125,13 +126,6 @@ def test_expert_names_are_read(
 )
 def test_other_tensors_are_no_expert_tensors(name: str) -> None:
     assert QWEN3.expert_tensor(name) is None
-
-
-def test_parameters_of_qwen3_30b_a3b() -> None:
-    """48 layers of 128 experts, each 3 * 2048 * 768."""
-    found = MoeFacts(tuple(range(48)), 128, 8, 2048, 768)
-    assert found.expert_parameters() == 4_718_592
-    assert found.all_expert_parameters() == 28_991_029_248
 
 
 def test_an_unknown_family_is_refused_with_those_that_are_served() -> None:

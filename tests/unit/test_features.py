@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from sglang_afd.command_line import WHOLE_FLAGS, values
-from sglang_afd.features import DOCUMENT, FEATURES, Switch, document, refused, refused_request
+from sglang_afd.features import (
+    DOCUMENT,
+    FEATURES,
+    KNOWN,
+    UNKNOWN,
+    Switch,
+    document,
+    refused,
+    refused_request,
+)
+from sglang_afd.features.reviewed import PASSED, SETTINGS
 from sglang_afd.flags import OWNED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +76,49 @@ def test_every_flag_of_the_table_is_sglangs(by_name: dict[str, dict]) -> None:
 def test_every_owned_flag_is_sglangs(by_name: dict[str, dict]) -> None:
     for spellings, _ in OWNED:
         assert positive(by_name[spellings[0]]["names"]) == set(spellings)
+
+
+LISTS = {**PASSED, **SETTINGS}
+
+
+def test_every_flag_of_sglang_is_looked_at_once(by_name: dict[str, dict]) -> None:
+    """A flag of a new SGLang version is in no row and no list: decide what becomes of it."""
+    assert positive(list(by_name)) - KNOWN == set()
+    assert KNOWN - set(by_name) == set()
+    rows = [name for _, switch in SWITCHES for name in (switch.flag, *switch.aliases)]
+    listed = [name for names in LISTS.values() for name in names]
+    owned = [name for spellings, _ in OWNED for name in spellings]
+    everything = [*set(rows), *listed, *owned]
+    assert len(everything) == len(set(everything))
+
+
+def test_other_forms_of_switches_begin_with_no(by_name: dict[str, dict]) -> None:
+    for name in by_name:
+        assert not name.startswith("--no-") or name.replace("--no-", "--", 1) in by_name
+
+
+@pytest.mark.parametrize("feature", SETTINGS)
+def test_settings_are_refused_with_their_feature(feature: str) -> None:
+    (row,) = [f for f in FEATURES if f.name == feature]
+    assert not row.served
+    for flag in SETTINGS[feature]:
+        assert (row, flag) in [(asked.feature, asked.by) for asked in refused([flag, "1"], {})]
+
+
+def test_passed_flags_pass() -> None:
+    for names in PASSED.values():
+        for flag in names:
+            assert not list(refused([f"{flag}=1"], {})), flag
+
+
+@pytest.mark.parametrize("flag", ["--enable-tomorrow", "--no-such", "--portable"])
+def test_a_flag_that_is_nowhere_is_refused(flag: str) -> None:
+    assert list(refused([flag, "--port", "1"], {})) == [(UNKNOWN, flag)]
+
+
+def test_abbreviations_and_other_forms_are_known() -> None:
+    assert not list(refused(["--context-len", "9", "--no-enable-tf32-matmul"], {}))
+    assert not list(refused(["--no-enable-tp-lm-head-all-to-all"], {}))
 
 
 def test_values_of_the_table_are_sglangs(by_name: dict[str, dict]) -> None:
@@ -134,7 +187,8 @@ def test_rows_are_complete() -> None:
         for text in (feature.reason, feature.mend):
             assert "|" not in text and not text.endswith("."), feature.name
         if not feature.served:
-            assert feature.switches or feature.requests or feature.environment, feature.name
+            asked_by = (feature.switches, feature.requests, feature.environment)
+            assert any(asked_by) or feature.name in SETTINGS, feature.name
     assert sum(feature.served for feature in FEATURES) > 10
 
 
@@ -153,7 +207,7 @@ def test_document_has_a_row_for_each_feature() -> None:
     text = document()
     for feature in FEATURES:
         rows = [line for line in text.splitlines() if line.startswith(f"| {feature.name} |")]
-        assert len(rows) == 1 and rows[0].count("|") == 5, feature.name
+        assert [row.count("|") for row in rows].count(5) == 1, feature.name
 
 
 def test_refused_requests_are_found() -> None:
