@@ -15,6 +15,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
     """Every hook of a deployment; processes that lack a role's work never reach its hooks."""
     from sglang_afd.upstream import (
         arguments,
+        ending,
         expert_layers,
         holdings,
         idle,
@@ -41,4 +42,5 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *holdings.HOOKS,
         *idle.HOOKS,
         *refusals.HOOKS,
+        *ending.HOOKS,
     )

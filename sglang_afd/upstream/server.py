@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,16 +20,19 @@ def install_plugins() -> None:
     load_plugins()
 
 
-def run(args: Sequence[str]) -> None:
-    """Run SGLang's server with `args`; returns when it ends, with no process left behind."""
+def run(args: Sequence[str], *, program: str) -> None:
+    """Run SGLang's server with `args`; returns when it ends, with no process left behind.
+
+    Raises:
+        SystemExit: it failed, or Ctrl-C ended it.
+    """
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
 
-    try:
+    from sglang_afd.upstream.ending import ending
+
+    with ending(program):
         run_server(prepare_server_args(list(args)))
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
 
 
 def add_sglang_flags(parser: argparse.ArgumentParser) -> None:

@@ -385,6 +385,21 @@ def test_rendezvous_ports_are_the_attention_commands(tmp_path: Path, offset: int
                 assert f"port {port + offset} of 127.0.0.1 is taken" in texts[0]
 
 
+@pytest.mark.parametrize("role", ["attention", "ffn"])
+def test_http_port_among_the_rendezvous_ports_is_refused(tmp_path: Path, role: str) -> None:
+    rank = "0" if role == "attention" else "1"
+    flags = ("--afd-role", role, "--nnodes", "2", "--node-rank", rank)
+    for offset, collides in ((0, True), (1, True), (6, True), (7, False), (13, True)):
+        port = free_port()
+        facts = make_facts(
+            write_model(tmp_path),
+            *flags,
+            *("--dist-init-addr", f"127.0.0.1:{port}", "--port", str(port + offset)),
+        )
+        found = [text for text in refused(facts, "addresses") if "follow from" in text]
+        assert bool(found) is collides, offset
+
+
 def test_addresses_parse() -> None:
     assert parse_address("host:5000") == ("host", 5000)
     assert parse_address("[::1]:5000") == ("::1", 5000)
