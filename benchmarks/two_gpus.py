@@ -102,7 +102,11 @@ class Deployment(NamedTuple):
                 yield server
             return
         flags += ["--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
-        common["environment"] = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+        common["environment"] = {
+            "CUDA_VISIBLE_DEVICES": "0",
+            "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        }
         ffn = [*flags, "--afd-role", "ffn", "--node-rank", "1"]
         attention = [*flags, "--afd-role", "attention", "--node-rank", "0"]
         with (
@@ -167,9 +171,9 @@ def _version(package: str) -> str | None:
 
 
 def references(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
-    """SGLang on one GPU, BF16 and FP8 at the same time (where there are two GPUs, one each)."""
+    """SGLang on one GPU, BF16 and FP8; at the same time where there are two GPUs."""
     _checkpoints(work)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(max(1, min(2, torch.cuda.device_count()))) as pool:
         done = pool.map(lambda i: _reference(work, out, i), range(len(DTYPES)))
         return dict(zip(DTYPES, done, strict=True))
 

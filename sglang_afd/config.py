@@ -21,7 +21,7 @@ ENV = "SGLANG_AFD_CONFIG"
 START_BY_ENV = "SGLANG_AFD_START_BY"
 """Reading of ``time.monotonic()``, one clock for all processes of a host, by which the command's
 ranks must be ready; set when the command starts."""
-TRANSPORTS = ("gloo", "deepep")
+TRANSPORTS = ("nvlink", "deepep", "gloo")
 
 
 class ConfigError(ValueError):
@@ -40,7 +40,9 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     transport: str = "gloo"
     """How rows travel: one of `TRANSPORTS` (``auto`` is resolved before this is built)."""
     max_tokens_per_rank: int = 128
-    """T: rows a rank sends in one exchange; longer batches go in slices of T."""
+    """T: rows a rank sends in one exchange of a decode step."""
+    prefill_block: int = 2048
+    """P: rows a rank sends in one exchange of a prefill, where the transport has blocks."""
     startup_timeout: float = 600.0
     """Seconds within which every rank must be ready, or the start fails."""
     exchange_timeout: float = 100.0
@@ -54,10 +56,12 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ConfigError(
                 f"--afd-transport {self.transport} is unknown; choose auto, {', '.join(TRANSPORTS)}"
             )
-        if self.max_tokens_per_rank < 1:
-            raise ConfigError(
-                f"--afd-max-tokens-per-rank is {self.max_tokens_per_rank}; it must be at least 1"
-            )
+        for flag, rows in (
+            ("--afd-max-tokens-per-rank", self.max_tokens_per_rank),
+            ("--afd-prefill-block", self.prefill_block),
+        ):
+            if rows < 1:
+                raise ConfigError(f"{flag} is {rows}; it must be at least 1")
         for flag, value in (
             ("--afd-startup-timeout", self.startup_timeout),
             ("--afd-exchange-timeout", self.exchange_timeout),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from sglang_afd.config import AfdConfig, fingerprint
-from sglang_afd.dispatch.step_plan import PlanRow, StepPlan
+from sglang_afd.dispatch.step_plan import Caps, PlanRow, StepPlan
 from sglang_afd.families import Family, MoeFacts
 from sglang_afd.topology import Role, Topology
 
@@ -28,6 +28,8 @@ class RankContext:
     """Everything that must be equal on all ranks; its hash travels with every step."""
     serving: bool = False
     """False while the rank starts: forwards are warm-ups and exchange nothing."""
+    caps: Caps | None = None
+    """What the transport carries in one round; known once it is made."""
     plan: StepPlan | None = None
     """The plan of the step that runs next, or None outside of steps."""
     row: PlanRow | None = field(default=None, init=False)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_afd import embedded
+from sglang_afd.machine import this_machine
 from sglang_afd.observe.holdings import Holdings, size
 from sglang_afd.running import Server, ServerFailed, serve
 
@@ -37,6 +38,8 @@ def main() -> int:
         *("--afd-attention-ranks", str(args.attention_ranks)),
         *("--afd-ffn-ranks", str(args.ffn_ranks)),
     ]
+    if len(this_machine().gpus) < args.attention_ranks + args.ffn_ranks:
+        deployment += ["--device", "cpu"]
     logs = Path(tempfile.mkdtemp(prefix="sglang_afd-demo-"))
     console.print(f"Starting {layout}: [bold]python -m sglang_afd.launch_server[/]", *deployment)
     console.print(f"Model: {embedded.DESCRIPTION}.  Log: {logs}/demo.log", highlight=False)

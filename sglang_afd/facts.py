@@ -37,6 +37,8 @@ class Facts:
     on_cpu: bool
     """The ranks run on the CPU: asked for, or there is no accelerator."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    why_transport: str = "asked for"
+    """Why the rows travel as they do."""
 
     @property
     def moe(self) -> MoeFacts | None:

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sglang_afd.command_line import last_value, values
+from sglang_afd.addresses import is_local, parse_address
+from sglang_afd.command_line import int_value, last_value, values
 from sglang_afd.config import TRANSPORTS, AfdConfig, ConfigError
 from sglang_afd.topology import Role
 
@@ -28,6 +29,10 @@ OWNED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--moe-dense-tp-size",), "dense layers run on each attention rank"),
     (("--enable-dp-lm-head",), "AFD always runs the lm_head data-parallel"),
 )
+
+EXPERT_RUNNERS = {"deepep": "deep_gemm", "nvlink": "triton", "gloo": "triton"}
+"""SGLang's GPU kernels for what a transport delivers: rows grouped by expert (masked grouped
+GEMMs), or a row for each token, whose experts' outputs are wanted one by one."""
 
 
 class Command(NamedTuple):
@@ -62,7 +67,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--afd-transport",
         default="auto",
         metavar="|".join(("auto", *TRANSPORTS)),
-        help="how rows travel; auto: deepep where the ranks have GPUs and the package, else gloo",
+        help="how rows travel; auto: the first of nvlink (the GPUs of one host), deepep (GPUs) and "
+        "gloo (any host) that fits the deployment",
     )
     group.add_argument(
         "--afd-max-tokens-per-rank",
@@ -71,6 +77,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="rows a rank sends in one exchange, the size of the buffers; longer batches go in "
         "slices (default: %(default)s)",
+    )
+    group.add_argument(
+        "--afd-prefill-block",
+        type=int,
+        default=2048,
+        metavar="P",
+        help="rows of a prefill that a rank sends in one exchange, 2048 to 8192; larger blocks "
+        "read the experts less often and take larger buffers; deepep has none and sends slices of "
+        "T (default: %(default)s)",
     )
     group.add_argument(
         "--afd-startup-timeout",
@@ -90,16 +105,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--afd-role",
         choices=[role.value for role in Role],
         help="start only this role's ranks here; the other role is a second command with the same "
-        "flags (with --nnodes 2 --node-rank 0|1 --dist-init-addr HOST:PORT; attention is rank 0)",
+        "flags (with --nnodes 2 --node-rank 0|1 --dist-init-addr HOST:PORT; attention is rank 0). "
+        "On one machine with a GPU for every rank of both, FFN ranks take the GPUs after those of "
+        "the attention ranks; --base-gpu-id chooses others",
     )
 
 
-def parse(argv: Sequence[str], *, transport: str) -> Command:
+def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Command:
     """Split a command line into the deployment and SGLang's arguments.
 
     Args:
         argv: arguments without the program name.
-        transport: what ``--afd-transport auto`` stands for on this machine.
+        transport: what ``--afd-transport auto`` stands for in this deployment.
+        on_cpu: the ranks run on the CPU.
 
     Raises:
         ConfigError: the ``--afd-*`` flags, or they with SGLang's, cannot be right.
@@ -128,13 +146,36 @@ def parse(argv: Sequence[str], *, transport: str) -> Command:
         attention_tp=known.afd_attention_tp,
         transport=transport if known.afd_transport == "auto" else known.afd_transport,
         max_tokens_per_rank=known.afd_max_tokens_per_rank,
+        prefill_block=known.afd_prefill_block,
         startup_timeout=known.afd_startup_timeout,
         exchange_timeout=known.afd_exchange_timeout,
         command_role=Role(known.afd_role) if known.afd_role else None,
     )
     _refuse_owned(rest)
     _check_commands(config, rest)
-    return Command(config, [*rest, *_sglang_flags(config, rest)])
+    return Command(config, [*rest, *_sglang_flags(config, rest, on_cpu)])
+
+
+def placement(config: AfdConfig, args: Sequence[str], gpus: int) -> list[str]:
+    """The flags that keep an FFN command off the GPUs of an attention command on this machine.
+
+    Args:
+        gpus: devices that this command sees; if there are fewer than ranks, roles may share them.
+
+    Raises:
+        ConfigError: --gpu-id-step is no integer.
+    """
+    address = last_value(args, "--dist-init-addr", "--nccl-init-addr")
+    if config.command_role is not Role.FFN or address is None or values(args, "--base-gpu-id"):
+        return []
+    step = int_value(args, "--gpu-id-step", default=1)
+    first = step * config.topology.ffn_world.start
+    last = step * (config.topology.world_size - 1)
+    try:
+        together = is_local(parse_address(address).host)
+    except ValueError:
+        return []  # the address gate says what is wrong with it
+    return ["--base-gpu-id", str(first)] if together and last < gpus else []
 
 
 def _refuse_owned(args: Sequence[str]) -> None:
@@ -162,7 +203,7 @@ def _check_commands(config: AfdConfig, args: Sequence[str]) -> None:
         )
 
 
-def _sglang_flags(config: AfdConfig, args: Sequence[str]) -> list[str]:
+def _sglang_flags(config: AfdConfig, args: Sequence[str], on_cpu: bool) -> list[str]:
     """The SGLang flags that make one world of both roles."""
     flags = [
         *("--tp-size", str(config.topology.world_size)),
@@ -176,6 +217,6 @@ def _sglang_flags(config: AfdConfig, args: Sequence[str]) -> list[str]:
     ]
     if config.command_role is Role.FFN and not values(args, "--port"):
         flags += ["--port", str(FFN_PORT)]
-    if config.transport == "deepep" and not values(args, "--moe-runner-backend"):
-        flags += ["--moe-runner-backend", "deep_gemm"]  # has masked grouped GEMMs, BF16 and FP8
+    if not on_cpu and not values(args, "--moe-runner-backend"):
+        flags += ["--moe-runner-backend", EXPERT_RUNNERS[config.transport]]
     return flags

@@ -10,23 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from sglang_afd import model_gate
+from sglang_afd import model_gate, transport_gate
 from sglang_afd.addresses import is_local, is_port, parse_address, port_problem, resolve_problem
 from sglang_afd.command_line import int_value, last_value
 from sglang_afd.config import ConfigError
 from sglang_afd.facts import Facts, Refusal
-from sglang_afd.families import MoeFacts, UnsupportedModel
+from sglang_afd.families import UnsupportedModel
 from sglang_afd.features import refused
 from sglang_afd.topology import Role, TopologyError
 from sglang_afd.upstream.ports import Port, first_command_ports, one_command_ports
-
-DEEPEP_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
-DEEPEP_MAX_TOP_K = 11
-DEEPEP_MAX_SLOTS = 1848  # its dispatch kernel takes 14 slots for each of 132 SMs
-DEEPEP_MAX_LOCAL_EXPERTS = 1024
-DEEPEP_MAX_TOKENS = 1024
-DEEPEP_CAPABILITY = (9, 0)
-_USE_GLOO = "use --afd-transport gloo"
 
 
 @dataclass(frozen=True)
@@ -122,94 +114,6 @@ def _topology_summary(facts: Facts) -> str:
     )
 
 
-def _transport(facts: Facts) -> Iterator[Refusal]:
-    if facts.config.transport != "deepep":
-        return
-    if facts.on_cpu:
-        yield Refusal("deepep moves rows between GPUs, but the ranks run on the CPU", _USE_GLOO)
-        return
-    for package, wheel in (("deep_ep", "sgl-deep-ep"), ("deep_gemm", "sgl-deep-gemm")):
-        if package not in facts.machine.packages:
-            yield Refusal(
-                f"deepep needs the package {package}, which is not installed",
-                f"run: pip install {wheel}, or {_USE_GLOO}",
-            )
-    for gpu in facts.machine.gpus:
-        if gpu.capability < DEEPEP_CAPABILITY:
-            yield Refusal(
-                f"deepep needs GPUs of compute capability 9.0, {gpu.name} has "
-                f"{'.'.join(map(str, gpu.capability))}",
-                _USE_GLOO,
-            )
-            break
-    runner = last_value(facts.args, "--moe-runner-backend")
-    if runner not in (None, "deep_gemm"):
-        yield Refusal(
-            f"deepep groups rows by expert, which --moe-runner-backend {runner} does not take",
-            f"use deep_gemm, or {_USE_GLOO}",
-        )
-    tokens, world = facts.config.max_tokens_per_rank, facts.config.topology.world_size
-    if tokens > DEEPEP_MAX_TOKENS:
-        yield Refusal(
-            f"--afd-max-tokens-per-rank {tokens} is over deepep's {DEEPEP_MAX_TOKENS}",
-            f"lower it (longer batches go in slices), or {_USE_GLOO}",
-        )
-    if world * tokens % 4:
-        yield Refusal(
-            f"deepep needs ranks x --afd-max-tokens-per-rank ({world} x {tokens}) to be a multiple "
-            f"of 4",
-            "choose a --afd-max-tokens-per-rank that is one",
-        )
-    if facts.moe is not None:
-        yield from _deepep_model(facts, facts.moe)
-
-
-def _deepep_model(facts: Facts, moe: MoeFacts) -> Iterator[Refusal]:
-    dtype = row_dtype(facts)
-    if dtype != "bfloat16":
-        yield Refusal(
-            f"deepep carries BF16 rows, the model's are {dtype}",
-            f"pass --dtype bfloat16, or {_USE_GLOO}",
-        )
-    if moe.hidden_size not in DEEPEP_HIDDEN_SIZES:
-        yield Refusal(
-            f"deepep has no kernel for hidden size {moe.hidden_size}, only for "
-            f"{', '.join(map(str, DEEPEP_HIDDEN_SIZES))}",
-            _USE_GLOO,
-        )
-    if moe.top_k > DEEPEP_MAX_TOP_K:
-        yield Refusal(
-            f"deepep carries {DEEPEP_MAX_TOP_K} experts a token, the router picks {moe.top_k}",
-            _USE_GLOO,
-        )
-    topology = facts.config.topology
-    per_rank = -(-moe.num_experts // len(topology.ffn_world))
-    slots = topology.world_size * per_rank
-    if slots > DEEPEP_MAX_SLOTS or per_rank > DEEPEP_MAX_LOCAL_EXPERTS:
-        yield Refusal(
-            f"{per_rank} experts on each of {topology.world_size} ranks make {slots} slots; deepep "
-            f"takes {DEEPEP_MAX_SLOTS} slots and {DEEPEP_MAX_LOCAL_EXPERTS} experts a rank",
-            f"use more FFN or fewer attention ranks, or {_USE_GLOO}",
-        )
-
-
-def row_dtype(facts: Facts) -> str:
-    """The type of the model's rows, as SGLang chooses it: ``float16`` for ``auto`` and float32."""
-    asked = last_value(facts.args, "--dtype") or "auto"
-    named = {"half": "float16", "float": "float32"}.get(asked, asked)
-    if named != "auto":
-        return named
-    config = facts.checkpoint.config or {}
-    text = config.get("text_config") or {}
-    named_there = [place.get(key) for place in (config, text) for key in ("dtype", "torch_dtype")]
-    declared = next((str(dtype) for dtype in named_there if dtype), "float32")
-    return "float16" if declared == "float32" else declared
-
-
-def _transport_summary(facts: Facts) -> str:
-    return f"{facts.config.transport}, {facts.config.max_tokens_per_rank} rows a rank and exchange"
-
-
 def _execution(facts: Facts) -> Iterator[Refusal]:
     for feature, by in refused(facts.args, facts.environment):
         yield Refusal(
@@ -281,7 +185,7 @@ def _addresses_summary(facts: Facts) -> str:
 GATES: tuple[Gate, ...] = (
     Gate("model", model_gate.refusals, model_gate.summary),
     Gate("topology", _topology, _topology_summary),
-    Gate("transport", _transport, _transport_summary),
+    Gate("transport", transport_gate.refusals, transport_gate.summary),
     Gate("execution mode", _execution, _execution_summary),
     Gate("addresses", _addresses, _addresses_summary),
 )

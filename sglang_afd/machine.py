@@ -6,6 +6,7 @@ Asking torch costs seconds and initialises CUDA, which forked processes cannot u
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 
 KERNEL_PACKAGES = ("deep_ep", "deep_gemm")
 _NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE
+_P2P_WRITE = 1  # NVML_P2P_CAPS_INDEX_WRITE
 _UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 
@@ -24,6 +26,10 @@ class Gpu:
     name: str
     capability: tuple[int, int]
     uuid: str = ""
+    memory: int = 0
+    """Bytes; 0: not known."""
+    unreachable: frozenset[str] = frozenset()
+    """UUIDs of this machine's devices whose memory it cannot write to."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,8 @@ def _nvml_gpus() -> tuple[Gpu, ...]:
         count = ctypes.c_uint()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
             return ()
-        return tuple(_gpu(nvml, index) for index in range(count.value))
+        gpus = [_gpu(nvml, index) for index in range(count.value)]
+        return tuple(_with_reach(nvml, gpus, index) for index in range(count.value))
     finally:
         nvml.nvmlShutdown()
 
@@ -112,4 +119,23 @@ def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu:
     nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(_NAME_BYTES))
     nvml.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(_UUID_BYTES))
     nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-    return Gpu(name.value.decode(), (major.value, minor.value), uuid.value.decode())
+    memory = (ctypes.c_ulonglong * 3)()  # total, free, used
+    nvml.nvmlDeviceGetMemoryInfo(handle, memory)
+    capability = (major.value, minor.value)
+    return Gpu(name.value.decode(), capability, uuid.value.decode(), int(memory[0]))
+
+
+def _with_reach(nvml: ctypes.CDLL, gpus: Sequence[Gpu], index: int) -> Gpu:
+    """`gpus[index]` with what the driver says about its peers; what it cannot say counts as yes."""
+    handles = [ctypes.c_void_p() for _ in gpus]
+    for peer, handle in enumerate(handles):
+        nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(peer), ctypes.byref(handle))
+    out = set()
+    for peer, handle in enumerate(handles):
+        status = ctypes.c_int()
+        asked = nvml.nvmlDeviceGetP2PStatus(
+            handles[index], handle, ctypes.c_int(_P2P_WRITE), ctypes.byref(status)
+        )
+        if peer != index and asked == 0 and status.value != 0:
+            out.add(gpus[peer].uuid)
+    return dataclasses.replace(gpus[index], unreachable=frozenset(out))

@@ -6,18 +6,19 @@ SGLang is imported, because SGLang reads its platform from the environment at im
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from sglang_afd import embedded
+from sglang_afd import embedded, transport_gate
 from sglang_afd.checkpoint import read_checkpoint
 from sglang_afd.command_line import expand_config_file, int_value, last_value, values
 from sglang_afd.config import ENV, START_BY_ENV, ConfigError
 from sglang_afd.facts import Facts
-from sglang_afd.flags import Command, add_flags, parse
+from sglang_afd.flags import Command, add_flags, parse, placement
 from sglang_afd.gate import findings
 from sglang_afd.machine import this_machine
 from sglang_afd.plugin import CPU_ENV
@@ -66,6 +67,10 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
         refused = [finding for finding in findings(facts) if not finding.passed]
         if refused:
             raise Refused("\n  ".join(f"{f.gate}: {f.message}; {f.mend}" for f in refused))
+        print(
+            f"{program}: rows travel over {facts.config.transport} ({facts.why_transport})",
+            flush=True,
+        )
     if on_cpu:
         from sglang_afd.platform.defaults import cpu_server_args
 
@@ -103,25 +108,42 @@ def _read(argv: Sequence[str], program: str) -> _Request:
         expanded = expand_config_file(argv)
         device = last_value(expanded, "--device")
         on_cpu = device == "cpu" if device is not None else not machine.has_accelerator
-        has_deepep = not on_cpu and "deep_ep" in machine.packages
-        command = parse(expanded, transport="deepep" if has_deepep else "gloo")
+        command = parse(expanded, transport="gloo", on_cpu=on_cpu)
     except (ConfigError, TopologyError) as error:
         raise Refused(str(error)) from error
-    args = command.sglang_args if command.config is not None else list(argv)
+    model = []
     if not values(expanded, *_MODEL_FLAGS):
         print(f"{program}: no --model-path given, serving {embedded.DESCRIPTION}", flush=True)
-        args = [*args, "--model-path", str(embedded.path())]
-    facts = None
-    if command.config is not None:
-        facts = Facts(
-            config=command.config,
-            args=tuple(args),
-            checkpoint=read_checkpoint(args),
+        model = ["--model-path", str(embedded.path())]
+    if command.config is None:
+        return _Request(Command(None, [*argv, *model]), None, on_cpu)
+    added = list(model)
+    if not on_cpu:
+        added += placement(command.config, command.sglang_args, len(machine.gpus))
+    checkpoint = read_checkpoint([*command.sglang_args, *added])
+
+    def facts_with(transport: str) -> Facts:
+        """The deployment's facts, `transport` being what ``auto`` stands for."""
+        parsed = parse(expanded, transport=transport, on_cpu=on_cpu)
+        assert parsed.config is not None
+        return Facts(
+            config=parsed.config,
+            args=(*parsed.sglang_args, *added),
+            checkpoint=checkpoint,
             machine=machine,
             on_cpu=on_cpu,
             environment=dict(os.environ),
         )
-    return _Request(Command(command.config, args), facts, on_cpu)
+
+    asked = last_value(expanded, "--afd-transport") or "auto"
+    if asked == "auto":
+        asked, why = transport_gate.choose(
+            facts_with, on_cpu, two_commands=command.config.command_role is not None
+        )
+        facts = dataclasses.replace(facts_with(asked), why_transport=why)
+    else:
+        facts = facts_with(asked)
+    return _Request(Command(facts.config, list(facts.args)), facts, on_cpu)
 
 
 def _set_cpu_environment(ranks: int, program: str) -> None:

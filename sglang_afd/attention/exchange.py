@@ -52,24 +52,36 @@ class AttentionExchange:
             weights: [n, K] the router's weights.
 
         Returns:
-            [n, H], each row the weighted sum of its experts' outputs.  In a warm-up forward (no
+            [n, H], each row the weighted sum of its experts' outputs.  While the rank starts (no
             step agreed, nothing on the other side) zeros, and nothing is sent.
 
         Raises:
-            RuntimeError: the rows are not as many as the step plan announced.
+            RuntimeError: outside of a step, or the rows or layers are not as many as the step plan
+                and the model announced.
         """
-        plan, rank = self._plan, self._context.rank
+        plan, rank, name = self._plan, self._context.rank, self._context.name
         if plan is None:
+            if self._context.serving:
+                raise RuntimeError(
+                    f"{name} ran a MoE layer outside of an agreed step; its experts' outputs would "
+                    f"be missing"
+                )
             return torch.zeros_like(hidden)
+        if not self._layers_left:
+            raise RuntimeError(
+                f"{name} ran more than {len(self._context.facts.layers)} MoE layers in step "
+                f"{plan.step_id}; F ranks serve no more"
+            )
         if hidden.shape[0] != plan.rows[rank]:
             raise RuntimeError(
-                f"{self._context.name} announced {plan.rows[rank]} rows for step {plan.step_id}, "
-                f"but a MoE layer got {hidden.shape[0]}"
+                f"{name} announced {plan.rows[rank]} rows for step {plan.step_id}, but a MoE layer "
+                f"got {hidden.shape[0]}"
             )
         self._layers_left -= 1
-        parts = []
-        for index in range(plan.slices):
-            start, stop = plan.bounds(rank, index)
-            rows = RoutedRows(hidden[start:stop], expert_ids[start:stop], weights[start:stop])
-            parts.append(self._transport.combine(self._transport.dispatch(rows)))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = [hidden[:0]]
+        for round_ in plan.rounds:
+            if round_.joins(rank):
+                mine = round_.rows_of(rank)
+                rows = RoutedRows(hidden[mine], expert_ids[mine], weights[mine])
+                parts.append(self._transport.combine(self._transport.dispatch(rows, round_)))
+        return parts[-1] if len(parts) == 2 else torch.cat(parts)

@@ -240,6 +240,13 @@ class FfnEnd:
             )
         )
 
+    def sample(self) -> RowBatch:
+        """A made-up batch of one source's rows, of which one has an expert."""
+        rows = slice(0, self._shape.cap)
+        ids = torch.full_like(self._ids[rows], -1)
+        ids[0, 0] = 0
+        return RowBatch(self._rows[rows], ids, self._weights[rows])
+
     def _taken(self, span: Span) -> slice:
         start = span.first * self._shape.cap
         return slice(start, start + span.sources * span.rows_each)

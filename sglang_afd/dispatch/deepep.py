@@ -10,15 +10,16 @@ on the A side.  Limits: see `sglang_afd.gate`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from sglang_afd.dispatch.transport import Buffers, MaskedBatch, RoutedRows
+from sglang_afd.dispatch.step_plan import Caps, Round
+from sglang_afd.dispatch.transport import MaskedBatch, RoutedRows
 from sglang_afd.topology import Topology
 
 _FP8_BLOCK = 128  # elements of a row that share one scale
+_PATIENCE = 100  # seconds after which DeepEP's kernels give up, roughly; it cannot be set
 
 
 class _Round(NamedTuple):
@@ -53,9 +54,12 @@ class DeepEpTransport:
         """
         from deep_ep import Buffer
 
+        self.caps = Caps(cap, None)
+        self._name = topology.name_of(rank)
         self._cap, self._top_k, self._hidden_size = cap, top_k, hidden_size
         self._num_experts, self._fp8 = num_experts, fp8
         per_rank = topology.experts_per_rank(num_experts)
+        self._per_rank, self._world_size = per_rank, topology.world_size
         self._slots = per_rank * topology.world_size
         self._first_slot = per_rank * topology.ffn_world.start
         depth = max(int(os.environ.get("NVSHMEM_QP_DEPTH", "1024")), 2 * (cap + 1))
@@ -81,7 +85,7 @@ class DeepEpTransport:
             shape = (per_rank, topology.world_size * cap, hidden_size)
             self._no_output = torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
-    def dispatch(self, rows: RoutedRows) -> _Round:
+    def dispatch(self, rows: RoutedRows, round_: Round) -> _Round:
         """See `Transport.dispatch`."""
         ids = rows.expert_ids.to(torch.int64)
         slots = torch.where(ids >= 0, ids + self._first_slot, -1)
@@ -91,16 +95,44 @@ class DeepEpTransport:
         """See `Transport.combine`."""
         return self._return(self._no_output, handle)
 
-    def receive(self, counts: Sequence[int]) -> tuple[MaskedBatch, _Round]:
+    def receive(self, round_: Round) -> tuple[MaskedBatch, _Round]:
         """See `Transport.receive`."""
         received, per_slot, handle = self._exchange(*self._no_rows)
         hidden, scales = received if self._fp8 else (received, None)
-        expected = -(-sum(counts) * self._top_k // self._num_experts)
+        expected = -(-sum(round_.counts) * self._top_k // self._num_experts)
         return MaskedBatch(hidden, scales, per_slot, max(1, expected)), handle
 
     def reply(self, output: torch.Tensor, handle: _Round) -> None:
         """See `Transport.reply`."""
         self._return(output, handle)
+
+    def samples(self) -> list[MaskedBatch]:
+        """Batches for few and for many rows of an expert, which run different kernels."""
+        shape = (self._per_rank, self._world_size * self._cap, self._hidden_size)
+        device = self._no_rows.hidden.device
+        dtype = torch.float8_e4m3fn if self._fp8 else torch.bfloat16
+        hidden = torch.zeros(shape, dtype=dtype, device=device)
+        scales = None
+        if self._fp8:
+            # as DeepEP lays them out: the rows' scales of a block lie side by side
+            blocks = self._hidden_size // _FP8_BLOCK
+            scales = torch.ones(shape[0], blocks, shape[1], device=device).transpose(1, 2)
+        counts = torch.ones(self._per_rank, dtype=torch.int32, device=device)
+        expected, most = [1], shape[1] * self._top_k // self._num_experts
+        while 2 * expected[-1] <= most:
+            expected.append(2 * expected[-1])
+        return [MaskedBatch(hidden, scales, counts, rows) for rows in expected]
+
+    def failure(self, error: Exception) -> str | None:
+        """See `Transport.failure`; DeepEP's kernels name no peer."""
+        if "CUDA error" not in str(error):
+            return None
+        return (
+            f"{self._name} lost the use of its GPU. If nothing before names another cause, a peer "
+            f"did not take part in an exchange: DeepEP's kernels then give up after about "
+            f"{_PATIENCE} s and name no rank. Look for the rank whose log ends or fails first, and "
+            f"restart the deployment"
+        )
 
     def _exchange(
         self, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
@@ -115,22 +147,3 @@ class DeepEpTransport:
             output, round_.slots, round_.weights, round_.handle
         )
         return combined
-
-
-def deepep_buffers(
-    *, topology: Topology, num_experts: int, hidden_size: int, cap: int, fp8: bool
-) -> Buffers:
-    """Bytes per lane on a rank of each role.
-
-    DeepEP's buffer holds two rounds, each with a send and a receive part of one BF16 row and its
-    scales for every (slot, row) pair: 2 * 2 * slots * T * (2 H + 4 H / 128) bytes.  A round's
-    received rows come on top, and on A ranks the empty output that combine is given.
-    """
-    per_rank = topology.experts_per_rank(num_experts)
-    row = 2 * hidden_size + 4 * hidden_size // _FP8_BLOCK
-    shared = 4 * per_rank * topology.world_size * cap * row
-    places = per_rank * topology.world_size * cap
-    wire = hidden_size + 4 * hidden_size // _FP8_BLOCK if fp8 else 2 * hidden_size
-    received = places * wire
-    output = places * 2 * hidden_size
-    return Buffers(attention=shared + received + output, ffn=shared + received + output)

@@ -10,14 +10,15 @@ then the weights' bits), then only the rows with an expert there; F answers one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from sglang_afd.dispatch.transport import Buffers, ExchangeError, RoutedRows, RowBatch
+from sglang_afd.dispatch.step_plan import Caps, Round
+from sglang_afd.dispatch.transport import ExchangeError, RoutedRows, RowBatch
+from sglang_afd.kernels.exchange_reference import local_ids, reduce_places
 from sglang_afd.topology import Topology
 
 _RETRY_HINT = "check that the peer is alive (its log names the cause) and restart the deployment"
@@ -31,9 +32,11 @@ class _Sent(NamedTuple):
 
 
 class _Received(NamedTuple):
-    """What `reply` needs: how many of the batch's rows belong to which A rank."""
+    """What `reply` needs: how many of the batch's rows belong to which A rank, and the routing."""
 
     sources: list[tuple[int, int]]  # (A world rank, rows), in batch order
+    expert_ids: torch.Tensor  # [R, K]
+    weights: torch.Tensor  # [R, K]
 
 
 class GlooTransport:
@@ -48,13 +51,16 @@ class GlooTransport:
         hidden_size: int,
         top_k: int,
         dtype: torch.dtype,
+        caps: Caps,
         timeout: float,
     ) -> None:
         """Join the exchange group: a collective call of all world ranks.
 
         Args:
+            caps: rows in one round; any number can travel, more take more memory at a time.
             timeout: seconds an operation waits for a peer.
         """
+        self.caps = caps
         self._topology = topology
         self._rank = rank
         self._per_rank = topology.experts_per_rank(num_experts)
@@ -64,7 +70,7 @@ class GlooTransport:
             list(range(topology.world_size)), backend="gloo", timeout=timedelta(seconds=timeout)
         )
 
-    def dispatch(self, rows: RoutedRows) -> _Sent:
+    def dispatch(self, rows: RoutedRows, round_: Round) -> _Sent:
         """See `Transport.dispatch`."""
         hidden = rows.hidden.cpu()
         ids, weights = rows.expert_ids.cpu().to(torch.int32), rows.weights.cpu().float()
@@ -72,11 +78,9 @@ class GlooTransport:
         pending = []
         if hidden.shape[0]:
             for index, peer in enumerate(self._topology.ffn_world):
-                local = ids - index * self._per_rank
-                mine = (ids >= 0) & (local >= 0) & (local < self._per_rank)
-                local = torch.where(mine, local, -1)
+                local = local_ids(ids, index, self._per_rank)
                 routing = torch.cat([local, weights.contiguous().view(torch.int32)], dim=1)
-                picks[peer] = mine.any(dim=1).nonzero().flatten()
+                picks[peer] = (local >= 0).any(dim=1).nonzero().flatten()
                 pending.append(self._send(routing, peer))
                 if picks[peer].numel():
                     pending.append(self._send(hidden[picks[peer]], peer))
@@ -95,13 +99,14 @@ class GlooTransport:
                 total.index_add_(0, picks, part.float())
         return total.to(dtype=handle.like.dtype, device=handle.like.device)
 
-    def receive(self, counts: Sequence[int]) -> tuple[RowBatch, _Received]:
+    def receive(self, round_: Round) -> tuple[RowBatch, _Received]:
         """See `Transport.receive`."""
         hidden, ids, weights, sources = [], [], [], []
         for peer in self._topology.attention_world:
-            if not counts[peer]:
+            count = round_.counts[peer]
+            if not count:
                 continue
-            routing = torch.empty(counts[peer], 2 * self._top_k, dtype=torch.int32)
+            routing = torch.empty(count, 2 * self._top_k, dtype=torch.int32)
             self._recv(routing, peer)
             here = (routing[:, : self._top_k] >= 0).any(dim=1)
             routing = routing[here]
@@ -115,12 +120,15 @@ class GlooTransport:
         if not sources:
             empty = torch.empty(0, self._top_k, dtype=torch.int32)
             rows = torch.empty(0, self._hidden_size, dtype=self._dtype)
-            return RowBatch(rows, empty, empty.float()), _Received([])
-        return RowBatch(torch.cat(hidden), torch.cat(ids), torch.cat(weights)), _Received(sources)
+            return RowBatch(rows, empty, empty.float()), _Received([], empty, empty.float())
+        batch = RowBatch(torch.cat(hidden), torch.cat(ids), torch.cat(weights))
+        return batch, _Received(sources, batch.expert_ids, batch.weights)
 
     def reply(self, output: torch.Tensor, handle: _Received) -> None:
         """See `Transport.reply`."""
-        blocks = output.cpu().to(self._dtype).split([count for _, count in handle.sources])
+        ids, weights = handle.expert_ids.to(output.device), handle.weights.to(output.device)
+        rows = reduce_places(output, ids, weights).cpu().to(self._dtype)
+        blocks = rows.split([count for _, count in handle.sources])
         pending = [
             self._send(block.contiguous(), peer)
             for (peer, count), block in zip(handle.sources, blocks, strict=True)
@@ -128,6 +136,17 @@ class GlooTransport:
         ]
         for _, work, peer in pending:
             self._wait(work, peer, "returning rows to")
+
+    def samples(self) -> list[RowBatch]:
+        """One row, of the first expert."""
+        ids = torch.full((1, self._top_k), -1, dtype=torch.int32)
+        ids[0, 0] = 0
+        hidden = torch.zeros(1, self._hidden_size, dtype=self._dtype)
+        return [RowBatch(hidden, ids, torch.ones(1, self._top_k))]
+
+    def failure(self, error: Exception) -> str | None:
+        """None: every wait names its peer itself."""
+        return None
 
     def _send(self, tensor: torch.Tensor, peer: int) -> tuple[torch.Tensor, dist.Work, int]:
         try:
@@ -153,13 +172,6 @@ class GlooTransport:
             f"{self._topology.name_of(peer)} within {self._timeout:g} s "
             f"(--afd-exchange-timeout): {error}; {_RETRY_HINT}"
         )
-
-
-def gloo_buffers(*, cap: int, hidden_size: int, top_k: int, dtype: torch.dtype) -> Buffers:
-    """Bytes of the largest round's temporary tensors, per peer pair; nothing is held between."""
-    routing = cap * 2 * top_k * 4
-    rows = cap * hidden_size * dtype.itemsize
-    return Buffers(attention=routing + rows + cap * hidden_size * 4, ffn=routing + 2 * rows)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,10 @@ So F knows how many rows each A rank sends without a further message between the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from sglang_afd.topology import Topology
@@ -39,40 +40,68 @@ class PlanMismatch(RuntimeError):
     """Ranks disagree on the step they are in or on the configuration they run."""
 
 
+class Path(IntEnum):
+    """How a rank's rows of a step travel."""
+
+    DECODE = 0
+    """In rounds of T rows; every rank takes part in every round, also without rows."""
+    BULK = 1
+    """In blocks of P rows, of the ranks that have some: a prefill should read the experts once."""
+
+
+class Caps(NamedTuple):
+    """Rows that a rank sends in one round, by path; bulk None: all rows take the decode path."""
+
+    decode: int
+    bulk: int | None
+
+
+class Round(NamedTuple):
+    """One exchange of every MoE layer; the same on all ranks."""
+
+    path: Path
+    start: int
+    """First row of every rank that sends some."""
+    counts: tuple[int, ...]
+    """Rows that each world rank sends."""
+
+    def rows_of(self, rank: int) -> slice:
+        """Which of its rows world rank `rank` sends."""
+        return slice(self.start, self.start + self.counts[rank])
+
+    def joins(self, rank: int) -> bool:
+        """Whether A rank `rank` takes part."""
+        return self.path is Path.DECODE or self.counts[rank] > 0
+
+
 @dataclass(frozen=True)
 class StepPlan:
-    """What the world does in one step.
-
-    `rows[r]` is the number of rows that world rank r sends into every MoE layer (0 for F ranks);
-    the exchange of a layer happens in `slices` rounds of at most `cap` rows a rank.
-    """
+    """What the world does in one step."""
 
     step_id: int
     kinds: tuple[StepKind, ...]
+    """What each world rank does."""
     rows: tuple[int, ...]
-    cap: int
+    """Rows that each world rank sends into every MoE layer; 0 for F ranks."""
+    caps: Caps
 
-    @property
-    def slices(self) -> int:
-        """Rounds per MoE layer: every rank takes part in each, also with no row to send."""
-        return -(-max(self.rows) // self.cap)
-
-    def bounds(self, rank: int, index: int) -> tuple[int, int]:
-        """First and one-past-last row that world rank `rank` sends in round `index`."""
-        start = min(index * self.cap, self.rows[rank])
-        return start, min(start + self.cap, self.rows[rank])
-
-    def counts(self, index: int) -> tuple[int, ...]:
-        """Rows that every world rank sends in round `index`."""
-        spans = (self.bounds(rank, index) for rank in range(len(self.rows)))
-        return tuple(stop - start for start, stop in spans)
+    @cached_property
+    def rounds(self) -> tuple[Round, ...]:
+        """The exchanges of every MoE layer, in order: decoding ranks do not wait for prefills."""
+        bulk = [kind is StepKind.EXTEND and self.caps.bulk is not None for kind in self.kinds]
+        decode_rows = [0 if b else rows for b, rows in zip(bulk, self.rows, strict=True)]
+        bulk_rows = [rows if b else 0 for b, rows in zip(bulk, self.rows, strict=True)]
+        return (
+            *_rounds(Path.DECODE, decode_rows, self.caps.decode),
+            *_rounds(Path.BULK, bulk_rows, self.caps.bulk or self.caps.decode),
+        )
 
     @classmethod
     def from_rows(
         cls,
         gathered: Sequence[Sequence[int]],
         topology: Topology,
-        cap: int,
+        caps: Caps,
         rank: int,
         own: PlanRow,
     ) -> StepPlan:
@@ -112,7 +141,11 @@ class StepPlan:
                 f"{name} has {own.rows} rows in step {own.step_id}, but the first rank of its DP "
                 f"rank announced {announced.rows}; restart the deployment"
             )
-        rows = [0] * topology.world_size
-        for world_rank in topology.attention_world:
-            rows[world_rank] = parts[topology.dp_rank_of(world_rank)].rows
-        return cls(own.step_id, tuple(StepKind(p.kind) for p in parts), tuple(rows), cap)
+        everyone = [parts[topology.dp_rank_of(r)] for r in range(topology.world_size)]
+        kinds = tuple(StepKind(part.kind) for part in everyone)
+        return cls(own.step_id, kinds, tuple(part.rows for part in everyone), caps)
+
+
+def _rounds(path: Path, rows: Sequence[int], cap: int) -> Iterator[Round]:
+    for start in range(0, max(rows), cap):
+        yield Round(path, start, tuple(min(cap, max(0, count - start)) for count in rows))

@@ -1,17 +1,17 @@
 """What moves rows between the roles: the Transport protocol.
 
-One *round* moves at most T rows a rank: A ranks call `dispatch` then `combine`, F ranks call
-`receive`, run their experts, then `reply`.  All ranks take part in every round of the step plan, in
-the same order, also with no rows.
+In every round of the step plan, A ranks that join it call `dispatch` then `combine`; F ranks call
+`receive`, run their experts, then `reply`.  All ranks go through the rounds in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from sglang_afd.dispatch.step_plan import Caps, Round
 
 
 class RoutedRows(NamedTuple):
@@ -51,28 +51,34 @@ class MaskedBatch(NamedTuple):
     expected: int
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Bytes that a transport holds on one rank of each role, per lane."""
-
-    attention: int
-    ffn: int
-
-
 class Transport(Protocol):
-    """Moves the rows of one round; a transport serves one role's calls on its rank."""
+    """Moves the rows of a round; a transport serves one role's calls on its rank."""
 
-    def dispatch(self, rows: RoutedRows) -> Any:
+    caps: Caps
+    """Rows that it carries in one round."""
+
+    def dispatch(self, rows: RoutedRows, round_: Round) -> Any:
         """A: send rows to the F ranks that own their experts; return a handle for `combine`."""
 
     def combine(self, handle: Any) -> torch.Tensor:
         """A: return [n, H], each row the weighted sum of its experts' outputs."""
 
-    def receive(self, counts: Sequence[int]) -> tuple[RowBatch | MaskedBatch, Any]:
-        """F: take the rows that world rank r sends, counts[r] of them; and a handle for `reply`."""
+    def receive(self, round_: Round) -> tuple[RowBatch | MaskedBatch, Any]:
+        """F: take the rows that the A ranks send in this round; and a handle for `reply`."""
 
     def reply(self, output: torch.Tensor, handle: Any) -> None:
-        """F: send back the experts' output, shaped like the received batch's `hidden`."""
+        """F: send back the experts' output.
+
+        Args:
+            output: of a `RowBatch` [R, K, H], a row for every place (places without an expert are
+                not looked at); of a `MaskedBatch` shaped like its `hidden`.
+        """
+
+    def samples(self) -> Iterable[RowBatch | MaskedBatch]:
+        """F: made-up batches of the forms that `receive` returns, to load the experts' kernels."""
+
+    def failure(self, error: Exception) -> str | None:
+        """What `error`, raised on this rank, means if the exchange is behind it: peer and mend."""
 
 
 class ExchangeError(RuntimeError):

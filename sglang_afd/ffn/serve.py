@@ -10,13 +10,12 @@ from sglang_afd.dispatch.step_plan import StepPlan
 from sglang_afd.dispatch.transport import MaskedBatch, RowBatch, Transport
 
 Experts = Callable[[RowBatch | MaskedBatch], torch.Tensor]
-"""One layer's experts of this rank: a received batch -> output shaped like its `hidden`."""
+"""One layer's experts of this rank: a received batch -> output as `Transport.reply` takes it."""
 
 
 def serve_step(plan: StepPlan, layers: Sequence[Experts], transport: Transport) -> None:
     """Serve one forward of the A ranks: every layer, in order, in the plan's rounds."""
-    rounds = [plan.counts(index) for index in range(plan.slices)]
     for experts in layers:
-        for counts in rounds:
-            batch, handle = transport.receive(counts)
+        for round_ in plan.rounds:
+            batch, handle = transport.receive(round_)
             transport.reply(experts(batch), handle)

@@ -30,14 +30,16 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
     buffer_bytes: int
     """What the transport allocated, the communicator not included."""
     buffer_estimate_bytes: int
-    """What the transport was expected to allocate, the received rows of a round included."""
+    """What the transport was expected to keep."""
+    passing_estimate_bytes: int
+    """What a round is expected to take on top while it lasts."""
 
 
 def table(holdings: Sequence[Holdings]) -> str:
     """A plain-text table, one line a rank."""
     titles = (
         *("rank", "experts/layer", "parameters", "weights", "load peak", "KV tokens", "KV"),
-        *("communicator", "buffers (estimate)"),
+        *("communicator", "buffers (estimate)", "a round (estimate)"),
     )
     rows = [
         (
@@ -50,6 +52,7 @@ def table(holdings: Sequence[Holdings]) -> str:
             size(h.kv_bytes),
             size(h.communicator_bytes),
             f"{size(h.buffer_bytes)} ({size(h.buffer_estimate_bytes)})",
+            size(h.passing_estimate_bytes),
         )
         for h in holdings
     ]

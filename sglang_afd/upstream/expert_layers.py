@@ -81,10 +81,14 @@ class ExpertModel(nn.Module):
                         prefix=f"model.layers.{layer}.mlp.experts",
                         uses_expert_location=False,
                         inplace=False,
+                        no_combine=True,
                     )
                     for layer in facts.layers
                 }
             )
+        for layer in self.layers.values():
+            # SGLang's GPU kernels look for ids of -1 only where not all experts are here.
+            layer.moe_runner_config.num_experts = None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load this rank's expert tensors; other names are ignored.
@@ -140,28 +144,31 @@ def _runner(layer: Any) -> Callable[[RowBatch | MaskedBatch], torch.Tensor]:
 
 
 def _run_rows(layer: Any, batch: RowBatch) -> torch.Tensor:
-    """Rows with several experts each: run a row per pair, then reduce in float32 by the weights."""
+    """Rows with several experts each -> [R, K, H], an output for each, zero where there is none."""
+    device = next(layer.parameters()).device
+    hidden, ids = batch.hidden.to(device), batch.expert_ids.to(device)
+    if not hidden.shape[0]:
+        return hidden.new_zeros(*ids.shape, hidden.shape[1])
+    if device.type != "cpu":
+        return _run_core(layer, hidden, ids).view(*ids.shape, hidden.shape[1])
+    # The CPU's kernels know neither -1 nor outputs that are not combined: a row for every pair.
+    token, place = (ids >= 0).nonzero(as_tuple=True)
+    outputs = hidden.new_zeros(*ids.shape, hidden.shape[1])
+    outputs[token, place] = _run_core(layer, hidden[token], ids[token, place].unsqueeze(1))
+    return outputs
+
+
+def _run_core(layer: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    if not batch.hidden.shape[0]:
-        return batch.hidden
-    device = next(layer.parameters()).device
-    hidden = batch.hidden.to(device)
-    ids, weights = batch.expert_ids.to(device), batch.weights.to(device)
-    token, place = (ids >= 0).nonzero(as_tuple=True)
-    pair_ids = ids[token, place].unsqueeze(1)
-    ones = torch.ones(pair_ids.shape, dtype=torch.float32, device=device)
-    output = layer.run_moe_core(
-        StandardDispatchOutput(
-            hidden_states=hidden[token],
-            hidden_states_scale=None,
-            topk_output=StandardTopKOutput(ones, pair_ids, ones),
-        )
-    ).hidden_states
-    total = torch.zeros(hidden.shape, dtype=torch.float32, device=device)
-    total.index_add_(0, token, output.float() * weights[token, place].unsqueeze(1))
-    return total.to(batch.hidden.dtype)
+    ones = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
+    dispatched = StandardDispatchOutput(
+        hidden_states=hidden,
+        hidden_states_scale=None,
+        topk_output=StandardTopKOutput(ones, ids, ones),
+    )
+    return layer.run_moe_core(dispatched).hidden_states
 
 
 def _run_masked(layer: Any, batch: MaskedBatch) -> torch.Tensor:

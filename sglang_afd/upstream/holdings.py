@@ -11,9 +11,9 @@ import msgspec
 import torch
 
 from sglang_afd.context import current
-from sglang_afd.dispatch.make import buffer_bytes
 from sglang_afd.observe.holdings import Holdings, table
 from sglang_afd.topology import Role
+from sglang_afd.transports import estimate
 from sglang_afd.upstream.hooks import Hook, Kind
 
 logger = logging.getLogger(__name__)
@@ -103,13 +103,14 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
     context = current()
     runner = scheduler.tp_worker.model_runner
     weights = [*runner.model.parameters(), *runner.model.buffers()]
-    estimate = buffer_bytes(
+    buffers = estimate(
         context.config,
         context.facts,
-        dtype=scheduler.model_config.dtype,
+        itemsize=scheduler.model_config.dtype.itemsize,
         fp8=scheduler.model_config.quantization == "fp8",
     )
     attention = context.role is Role.ATTENTION
+    held = buffers.attention if attention else buffers.ffn
     mine = Holdings(
         rank=context.name,
         role=context.role.value,
@@ -121,7 +122,8 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
         kv_bytes=int(sum(runner.token_to_kv_pool.get_kv_size_bytes())),
         communicator_bytes=_measured["communicator"],
         buffer_bytes=_measured["buffers"],
-        buffer_estimate_bytes=estimate.attention if attention else estimate.ffn,
+        buffer_estimate_bytes=held.kept,
+        passing_estimate_bytes=held.passing,
     )
     everyone: list[Any] = [None] * context.topology.world_size
     dist.all_gather_object(everyone, mine, group=scheduler.tp_cpu_group)

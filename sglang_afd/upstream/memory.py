@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_afd.context import current
 from sglang_afd.topology import Role
+from sglang_afd.transports import estimate
 from sglang_afd.upstream.groups import attention_group
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.roles import on_ffn
@@ -46,6 +47,18 @@ def _minimum_over_attention_ranks(module: str) -> Callable[..., Any]:
             measuring.get_available_gpu_memory = measure
 
     return hook
+
+
+def _leave_room_for_rounds(result: Any, configurator: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a round of the exchange takes beside the buffers is no room for KV."""
+    context, model = current(), configurator.model_config
+    buffers = estimate(
+        context.config,
+        context.facts,
+        itemsize=model.dtype.itemsize,
+        fp8=model.quantization == "fp8",
+    )
+    return max(0, result - buffers.attention.passing)
 
 
 @on_ffn
@@ -97,6 +110,12 @@ HOOKS = (
         Kind.AROUND,
         _minimum_over_attention_ranks(_POOL),
         "the KV pool is the minimum over A ranks: the experts of F must not shrink it",
+    ),
+    Hook(
+        f"{_CONFIGURATOR}._profile_available_bytes",
+        Kind.AFTER,
+        _leave_room_for_rounds,
+        "a round's rows must fit beside the KV pool",
     ),
     Hook(
         f"{_CONFIGURATOR}._resolve_memory_pool_config",

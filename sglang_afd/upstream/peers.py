@@ -39,8 +39,11 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     def bound_waits(scheduler: Any) -> None:
         from sglang.srt.runtime_context import get_parallel
 
-        backend = get_parallel().tp_group.cpu_group._get_backend(torch.device("cpu"))
-        backend._set_default_timeout(timedelta(seconds=config.exchange_timeout))
+        parallel, timeout = get_parallel(), timedelta(seconds=config.exchange_timeout)
+        for ranks in (parallel.tp_group, parallel.attn_tp_group):
+            for group in (ranks.cpu_group, ranks.device_group):
+                if torch.distributed.get_backend(group) == "gloo":
+                    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
     def name_ranks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         began = time.monotonic()

@@ -11,12 +11,12 @@ import torch
 from sglang_afd.attention.exchange import AttentionExchange
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext, current, enter
-from sglang_afd.dispatch.make import make_transport
-from sglang_afd.dispatch.transport import Transport
+from sglang_afd.dispatch.transport import ExchangeError, Transport
 from sglang_afd.families import family_of
 from sglang_afd.ffn.serve import serve_step
 from sglang_afd.identity import checkpoint_identity
 from sglang_afd.topology import Role
+from sglang_afd.transports import join
 from sglang_afd.upstream import expert_layers
 from sglang_afd.upstream.groups import make_attention_group
 from sglang_afd.upstream.holdings import measure_buffers
@@ -62,7 +62,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         make_attention_group()
         group = get_parallel().tp_group.device_group
         transport = measure_buffers(
-            lambda: make_transport(
+            lambda: join(
                 context,
                 dtype=scheduler.model_config.dtype,
                 fp8=scheduler.model_config.quantization == "fp8",
@@ -70,11 +70,29 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             ),
             group,
         )
+        context.caps = transport.caps
         exchange = AttentionExchange(context, transport)
         expert_layers.connect(exchange)
 
-    def start_serving(scheduler: Any) -> None:
+    def load_kernels(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """Compile the experts' kernels before a peer waits for them; A ranks meet F's here."""
+        from torch.distributed import barrier
+
+        if current().role is Role.FFN:
+            experts.extend(scheduler.tp_worker.model_runner.model.experts())
+            for batch in transport.samples():
+                experts[0](batch)
+        barrier(group=scheduler.tp_cpu_group)
+
+    def serve(original: Callable[..., None], scheduler: Any) -> None:
         current().serving = True
+        try:
+            original(scheduler)
+        except Exception as error:
+            meaning = transport.failure(error)
+            if meaning is None:
+                raise
+            raise ExchangeError(meaning) from error
 
     def forward_of_role(
         original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any
@@ -84,8 +102,6 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         if current().role is Role.ATTENTION:
             with exchange.step():
                 return original(runner, *args, **kwargs)
-        if not experts:
-            experts.extend(runner.model.experts())
         with current().step() as plan:
             if plan is not None:
                 serve_step(plan, experts, transport)
@@ -123,10 +139,16 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             "all ranks agree on the configuration and join the transport before weights load",
         ),
         Hook(
+            f"{_SCHEDULER}.__init__",
+            Kind.AFTER,
+            load_kernels,
+            "a first step that compiles kernels would outlast its peers' patience",
+        ),
+        Hook(
             f"{_SCHEDULER}.run_event_loop",
-            Kind.BEFORE,
-            start_serving,
-            "until here forwards were warm-ups without a peer",
+            Kind.AROUND,
+            serve,
+            "until here forwards were warm-ups without a peer; a lost peer is named at its end",
         ),
         Hook(
             f"{_RUNNER}.forward",

@@ -42,11 +42,12 @@ def _append_empty_row(row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
 
 def _read_plan(_: None, info: Any, *args: Any, **kwargs: Any) -> None:
     context = current()
+    assert context.caps is not None, "ranks step only after the transport was made"
     assert context.row is not None, "the gather that has just ended began with this rank's row"
     context.plan = StepPlan.from_rows(
         info.tp0_info_cpu[:, -PLAN_WIDTH:].tolist(),
         context.topology,
-        context.config.max_tokens_per_rank,
+        context.caps,
         context.rank,
         context.row,
     )

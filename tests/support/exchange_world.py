@@ -24,7 +24,8 @@ from sglang_afd.attention.exchange import AttentionExchange
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
 from sglang_afd.dispatch.gloo import GlooTransport
-from sglang_afd.dispatch.step_plan import PlanRow, StepKind, StepPlan
+from sglang_afd.dispatch.step_plan import Caps, PlanRow, Round, StepKind, StepPlan
+from sglang_afd.dispatch.step_plan import Path as RowPath
 from sglang_afd.dispatch.transport import (
     ExchangeError,
     MaskedBatch,
@@ -36,7 +37,7 @@ from sglang_afd.families import FAMILIES, MoeFacts
 from sglang_afd.ffn.serve import Experts, serve_step
 from sglang_afd.topology import Role, Topology
 
-CAP = 5
+CAPS = Caps(decode=5, bulk=8)
 FACTS = MoeFacts((0, 1, 2), num_experts=12, top_k=3, hidden_size=24, intermediate_size=16)
 MODULE = "tests.support.exchange_world"
 
@@ -53,7 +54,10 @@ class Run:
     def rows(self, step: int) -> list[int]:
         """Rows that each world rank sends: all lengths in turn, the first rank idle at times."""
         draw = random.Random(f"{self.seed} rows {step}")
-        counts = [draw.choice((0, 1, CAP, CAP + 1, 13)) for _ in range(self.topology.dp_size)]
+        counts = [
+            draw.choice((0, 1, CAPS.decode, CAPS.decode + 1, 13))
+            for _ in range(self.topology.dp_size)
+        ]
         counts[step % self.topology.attention_ranks] = 0
         if not any(counts[: self.topology.attention_ranks]):
             counts[(step + 1) % self.topology.attention_ranks] = 7
@@ -79,12 +83,14 @@ class Run:
         )
 
     def plan(self, step: int, rank: int) -> StepPlan:
-        """The step's plan as rank `rank` derives it."""
+        """The step's plan as rank `rank` derives it: some ranks decode, some extend."""
         parts = []
         for dp_rank in range(self.topology.dp_size):
             rows = self.rows(step)[dp_rank * self.topology.attention_tp]
-            parts.append(PlanRow(step, StepKind.EXTEND if rows else StepKind.IDLE, rows, 1))
-        return StepPlan.from_rows(parts, self.topology, CAP, rank)
+            kind = StepKind.EXTEND if (step + dp_rank) % 3 else StepKind.DECODE
+            parts.append(PlanRow(step, kind if rows else StepKind.IDLE, rows, 1))
+        own = parts[self.topology.dp_rank_of(rank)]
+        return StepPlan.from_rows(parts, self.topology, CAPS, rank, own)
 
     def _generator(self, *where: int) -> torch.Generator:
         return torch.Generator().manual_seed(random.Random(f"{self.seed} {where}").getrandbits(60))
@@ -139,7 +145,7 @@ def _attend(
         attention_ranks=topology.attention_ranks,
         ffn_ranks=topology.ffn_ranks,
         attention_tp=topology.attention_tp,
-        max_tokens_per_rank=CAP,
+        max_tokens_per_rank=CAPS.decode,
     )
     context = RankContext(config, rank, FAMILIES["Qwen3MoeForCausalLM"], FACTS, {}, serving=True)
     layers = AttentionExchange(context, transport)
@@ -161,12 +167,13 @@ def _serve(
             assert isinstance(batch, RowBatch)
             output.received.append((number, batch.hidden.shape[0]))
             _dawdle(delays)
-            total = torch.zeros(batch.hidden.shape, dtype=torch.float32)
+            shape = (*batch.expert_ids.shape, FACTS.hidden_size)
+            outputs = torch.full(shape, torch.nan, dtype=batch.hidden.dtype)
             for local, expert in enumerate(owned):
                 row, place = (batch.expert_ids == local).nonzero(as_tuple=True)
                 part = run_expert(layer, expert, batch.hidden[row].float())
-                total.index_add_(0, row, part * batch.weights[row, place].unsqueeze(1))
-            return total.to(batch.hidden.dtype)
+                outputs[row, place] = part.to(outputs.dtype)
+            return outputs
 
         return experts
 
@@ -204,19 +211,19 @@ def fail(rank: int, folder: str, failing: Failing, timeout: float) -> None:
 def _round(topology: Topology, rank: int, transport: Transport, failing: Failing | None) -> None:
     if failing is not None and not failing.replying:
         _fail(failing)
-    counts = (2, 2, 0)
+    round_ = Round(RowPath.DECODE, 0, (2, 2, 0))
     if topology.role_of(rank) is Role.FFN:
-        batch, handle = transport.receive(counts)
+        batch, handle = transport.receive(round_)
         if failing is not None:
             _fail(failing)
-        transport.reply(batch.hidden, handle)
+        transport.reply(batch.hidden.unsqueeze(1).repeat(1, FACTS.top_k, 1), handle)
         return
     rows = RoutedRows(
-        torch.ones(counts[rank], FACTS.hidden_size),
-        torch.zeros(counts[rank], FACTS.top_k, dtype=torch.int64),
-        torch.ones(counts[rank], FACTS.top_k),
+        torch.ones(2, FACTS.hidden_size),
+        torch.zeros(2, FACTS.top_k, dtype=torch.int64),
+        torch.ones(2, FACTS.top_k),
     )
-    transport.combine(transport.dispatch(rows))
+    transport.combine(transport.dispatch(rows, round_))
 
 
 def _fail(failing: Failing) -> None:
@@ -244,6 +251,7 @@ def _transport(topology: Topology, rank: int, dtype: torch.dtype, timeout: float
         hidden_size=FACTS.hidden_size,
         top_k=FACTS.top_k,
         dtype=dtype,
+        caps=CAPS,
         timeout=timeout,
     )
 

@@ -41,7 +41,7 @@ def test_json_keeps_every_field(config: AfdConfig) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"transport": "tcp"}, "--afd-transport tcp is unknown; choose auto, gloo, deepep"),
+        ({"transport": "tcp"}, "--afd-transport tcp is unknown; choose auto, nvlink, deepep, gloo"),
         ({"max_tokens_per_rank": 0}, "--afd-max-tokens-per-rank is 0"),
         ({"startup_timeout": 0.0}, "--afd-startup-timeout is 0.0"),
         ({"exchange_timeout": -1.0}, "--afd-exchange-timeout is -1.0"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_afd.attention.exchange import AttentionExchange
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
-from sglang_afd.dispatch.step_plan import StepKind, StepPlan
+from sglang_afd.dispatch.step_plan import Caps, Path, Round, StepKind, StepPlan
 from sglang_afd.dispatch.transport import RoutedRows
 from sglang_afd.families import FAMILIES, MoeFacts
 
@@ -27,11 +27,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self.sent: list[RoutedRows] = []
+        self.rounds: list[Round] = []
         self.waiting: list[RoutedRows] = []
 
-    def dispatch(self, rows: RoutedRows) -> RoutedRows:
+    def dispatch(self, rows: RoutedRows, round_: Round) -> RoutedRows:
         assert not self.waiting, "a round began before the last one was combined"
         self.sent.append(rows)
+        self.rounds.append(round_)
         self.waiting.append(rows)
         return rows
 
@@ -50,8 +52,10 @@ def make(rank: int = 0, *, serving: bool = True) -> tuple[RankContext, Recorder,
     return context, transport, AttentionExchange(context, transport)
 
 
-def plan(*rows: int) -> StepPlan:
-    return StepPlan(11, (StepKind.EXTEND,) * 3, (*rows, 0), CAP)
+def plan(*rows: int, bulk: int | None = None) -> StepPlan:
+    """Both A ranks decode, or with `bulk` the first one extends."""
+    first = StepKind.DECODE if bulk is None else StepKind.EXTEND
+    return StepPlan(11, (first, StepKind.DECODE, StepKind.IDLE), (*rows, 0), Caps(CAP, bulk))
 
 
 def some_rows(count: int) -> RoutedRows:
@@ -120,6 +124,40 @@ def test_a_forward_that_leaves_out_layers_is_refused(run: int) -> None:
     assert "step 11" in message
 
 
+def test_a_surplus_layer_is_refused_and_not_sent() -> None:
+    context, transport, exchange = make()
+    context.plan = plan(2, 0)
+    with (
+        pytest.raises(RuntimeError, match="more than 2 MoE layers in step 11"),
+        exchange.step(),
+    ):
+        for _ in range(3):
+            exchange(*some_rows(2))
+    assert len(transport.sent) == 2
+
+
+def test_a_step_without_rows_sends_nothing() -> None:
+    context, transport, exchange = make()
+    context.plan = plan(0, 0)
+    with exchange.step():
+        outputs = [exchange(*some_rows(0)) for _ in FACTS.layers]
+    assert [output.shape for output in outputs] == [(0, H)] * 2
+    assert transport.sent == []
+
+
+@pytest.mark.parametrize(("rank", "paths"), [(0, ["DECODE", "BULK", "BULK"]), (1, ["DECODE"])])
+def test_a_decoding_rank_takes_no_part_in_a_prefills_blocks(rank: int, paths: list[str]) -> None:
+    """The prefill's rank sends blocks, and joins the decoding one's round without rows."""
+    context, transport, exchange = make(rank)
+    context.plan = plan(14, 2, bulk=8)
+    rows = some_rows((14, 2)[rank])
+    with exchange.step():
+        outputs = [exchange(*rows) for _ in FACTS.layers]
+    assert [Path(round_.path).name for round_ in transport.rounds] == paths * 2
+    assert [part.hidden.shape[0] for part in transport.sent] == [[0, 8, 6], [2]][rank] * 2
+    assert all(torch.equal(output, answer(rows)) for output in outputs)
+
+
 def test_a_failed_forward_fails_with_its_own_error_and_ends_the_step() -> None:
     context, transport, exchange = make()
     context.plan = plan(2, 0)
@@ -127,7 +165,8 @@ def test_a_failed_forward_fails_with_its_own_error_and_ends_the_step() -> None:
         exchange(*some_rows(2))
         raise KeyError
     sent = len(transport.sent)
-    exchange(*some_rows(2))  # outside of steps: a warm-up again
+    with pytest.raises(RuntimeError, match="outside of an agreed step"):
+        exchange(*some_rows(2))
     assert len(transport.sent) == sent
 
 

@@ -47,14 +47,15 @@ def test_one_world_of_both_roles() -> None:
     assert "--enable-dp-lm-head" in args
 
 
-def test_deepep_runs_on_deep_gemm_unless_told() -> None:
-    def runner(*argv: str, transport: str) -> str | None:
-        args = parse([*COUNTS, *argv], transport=transport).sglang_args
+def test_experts_run_on_what_the_transport_delivers_unless_told() -> None:
+    def runner(*argv: str, transport: str, on_cpu: bool = False) -> str | None:
+        args = parse([*COUNTS, *argv], transport=transport, on_cpu=on_cpu).sglang_args
         return last_value(args, "--moe-runner-backend")
 
     assert runner(transport="deepep") == "deep_gemm"
     assert runner("--moe-runner-backend", "triton", transport="deepep") == "triton"
-    assert runner(transport="gloo") is None
+    assert runner(transport="nvlink") == runner(transport="gloo") == "triton"
+    assert runner(transport="gloo", on_cpu=True) is None
 
 
 def test_auto_is_what_the_machine_has() -> None:
@@ -76,7 +77,10 @@ def test_auto_is_what_the_machine_has() -> None:
         ((*COUNTS, "--afd-ffn-ranks", "0"), "--afd-ffn-ranks is 0; it must be at least 1"),
         ((*COUNTS, "--afd-attention-ranks", "-1"), "--afd-attention-ranks is -1; it must be at"),
         ((*COUNTS, "--afd-attention-tp", "0"), "--afd-attention-tp is 0; it must be at least 1"),
-        ((*COUNTS, "--afd-transport", "tcp"), "--afd-transport tcp is unknown; choose auto, gloo"),
+        (
+            (*COUNTS, "--afd-transport", "tcp"),
+            "--afd-transport tcp is unknown; choose auto",
+        ),
         ((*COUNTS, "--afd-max-tokens-per-rank", "0"), "it must be at least 1"),
         ((*COUNTS, "--afd-startup-timeout", "0"), "--afd-startup-timeout is 0.0; it must be a"),
         ((*COUNTS, "--afd-exchange-timeout", "nan"), "--afd-exchange-timeout is nan; it must be"),

@@ -17,9 +17,10 @@ from sglang_afd.checkpoint import Checkpoint, read_checkpoint
 from sglang_afd.facts import Facts
 from sglang_afd.families import MoeFacts, family_of
 from sglang_afd.flags import parse
-from sglang_afd.gate import GATES, findings, row_dtype
+from sglang_afd.gate import GATES, findings
 from sglang_afd.machine import Gpu, Machine
 from sglang_afd.topology import Topology, TopologyError
+from sglang_afd.transport_gate import row_dtype
 from tests.support.gate_facts import (
     FP8,
     GPUS,

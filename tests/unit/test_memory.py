@@ -12,7 +12,9 @@ from sglang_afd import context as context_module
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
 from sglang_afd.families import FAMILIES, MoeFacts
+from sglang_afd.transports import estimate
 from sglang_afd.upstream import groups, memory
+from sglang_afd.upstream.hooks import Kind
 
 pytestmark = pytest.mark.unit
 
@@ -50,7 +52,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
 
 def run(name: str, module: SimpleNamespace) -> float:
     """What SGLang's function `name` measures with its hook."""
-    [hook] = [h for h in memory.HOOKS if h.target.endswith("." + name)]
+    [hook] = [h for h in memory.HOOKS if h.target.endswith("." + name) and h.kind is Kind.AROUND]
 
     def measure_as_sglang_does(*args: Any, **kwargs: Any) -> float:
         assert module.get_available_gpu_memory("cuda", 0) == own, "its own, also inside the hook"
@@ -109,3 +111,15 @@ def test_sglang_finds_the_memory_balanced(
             original(**asked)
     [hook] = [h for h in memory.HOOKS if h.target.endswith("." + MEASUREMENTS[0])]
     assert hook.fn(original, **asked) == {0: 138.0, 1: 138.0, 2: 22.0}[rank]
+
+
+def test_what_a_round_takes_is_no_room_for_kv(as_rank: Callable[..., SimpleNamespace]) -> None:
+    as_rank(0)
+    [hook] = [h for h in memory.HOOKS if h.kind is Kind.AFTER]
+    model = SimpleNamespace(dtype=SimpleNamespace(itemsize=2), quantization=None)
+    configurator = SimpleNamespace(model_config=model)
+    config = AfdConfig(attention_ranks=2, ffn_ranks=1)
+    passing = estimate(config, FACTS, itemsize=2, fp8=False).attention.passing
+    assert 0 < passing < 10**9
+    assert hook.fn(10**9, configurator) == 10**9 - passing
+    assert hook.fn(1, configurator) == 0

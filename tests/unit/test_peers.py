@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sglang.srt.runtime_context as runtime_context
+import torch
 import torch.distributed as dist
 
 from sglang_afd import context as context_module
@@ -107,3 +111,38 @@ def test_other_errors_stay_themselves(
     with pytest.raises(type(error)) as raised:
         failing(name, error)
     assert raised.value is error
+
+
+def test_every_wait_between_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the world and of one DP rank, whose first rank hands its requests on to the others."""
+    bounds: dict[str, float] = {}
+
+    class Group:
+        def __init__(self, name: str, backend: str) -> None:
+            self.name, self.backend = name, backend
+
+        def _get_backend(self, device: torch.device) -> Group:
+            assert device.type == "cpu" and self.backend == "gloo"
+            return self
+
+        def _set_default_timeout(self, timeout: timedelta) -> None:
+            bounds[self.name] = timeout.total_seconds()
+
+    def ranks(name: str, backend: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            cpu_group=Group(f"{name} cpu", "gloo"), device_group=Group(f"{name} device", backend)
+        )
+
+    monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
+    [hook] = [h for h in peers.hooks(CONFIG) if h.target.endswith(".run_event_loop")]
+    for backend, expected in (
+        ("gloo", {"world cpu", "world device", "dp cpu", "dp device"}),
+        ("nccl", {"world cpu", "dp cpu"}),
+    ):
+        parallel = SimpleNamespace(
+            tp_group=ranks("world", backend), attn_tp_group=ranks("dp", backend)
+        )
+        monkeypatch.setattr(runtime_context, "get_parallel", lambda parallel=parallel: parallel)
+        bounds.clear()
+        hook.fn(None)
+        assert bounds == dict.fromkeys(expected, CONFIG.exchange_timeout)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_afd.dispatch.step_plan import StepKind, StepPlan
+from sglang_afd.dispatch.step_plan import Caps, Round, StepKind, StepPlan
 from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
 from sglang_afd.ffn.serve import Experts, serve_step
 
@@ -20,14 +18,14 @@ class Recorder:
     """Hands out batches that are told apart by their values; records all calls."""
 
     def __init__(self) -> None:
-        self.counts: list[tuple[int, ...]] = []
+        self.rounds: list[Round] = []
         self.replies: list[tuple[int, float]] = []  # (round it answers, value sent back)
 
-    def receive(self, counts: Sequence[int]) -> tuple[RowBatch, int]:
-        assert len(self.replies) == len(self.counts), "a round began before the last was answered"
-        index = len(self.counts)
-        self.counts.append(tuple(counts))
-        hidden = torch.full((max(1, sum(counts)), 2), float(index))
+    def receive(self, round_: Round) -> tuple[RowBatch, int]:
+        assert len(self.replies) == len(self.rounds), "a round began before the last was answered"
+        index = len(self.rounds)
+        self.rounds.append(round_)
+        hidden = torch.full((max(1, sum(round_.counts)), 2), float(index))
         return RowBatch(hidden, torch.zeros(1, 1), torch.zeros(1, 1)), index
 
     def reply(self, output: torch.Tensor, handle: int) -> None:
@@ -45,11 +43,12 @@ def layer(number: int) -> Experts:
 def test_every_round_of_every_layer_is_answered_in_order(
     rows: list[int], cap: int, layers: int
 ) -> None:
-    plan = StepPlan(0, (StepKind.EXTEND,) * (len(rows) + 1), (*rows, 0), cap)
+    kinds = [StepKind.EXTEND if index % 2 else StepKind.DECODE for index in range(len(rows) + 1)]
+    plan = StepPlan(0, tuple(kinds), (*rows, 0), Caps(cap, 2 * cap))
     transport = Recorder()
     serve_step(plan, [layer(number) for number in range(layers)], transport)
-    rounds = [plan.counts(index) for index in range(plan.slices)]
-    assert transport.counts == rounds * layers
+    rounds = list(plan.rounds)
+    assert transport.rounds == rounds * layers
     assert transport.replies == [
         (index, index + 1000 * (index // len(rounds))) for index in range(layers * len(rounds))
     ]

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_afd import embedded, start
+from sglang_afd.command_line import values
 from sglang_afd.config import ENV, START_BY_ENV, AfdConfig
+from sglang_afd.machine import Gpu, Machine
 from sglang_afd.platform.defaults import REQUIRED_ENVIRONMENT, cpu_environment
 from sglang_afd.running import free_port
 
@@ -67,7 +69,7 @@ def test_values_that_the_cpu_platform_needs_replace_the_users(
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", CUDA_VISIBLE_DEVICES="0", SGLANG_PLATFORM="x")
     resolve(*flags)
     assert {name: os.environ[name] for name in REQUIRED_ENVIRONMENT} == REQUIRED_ENVIRONMENT
-    [line] = capsys.readouterr().out.splitlines()
+    line = capsys.readouterr().out.splitlines()[-1]
     for said in ("SGLANG_USE_CPU_ENGINE=0 in place of 1", "CUDA_VISIBLE_DEVICES= in place of 0"):
         assert said in line
 
@@ -75,6 +77,59 @@ def test_values_that_the_cpu_platform_needs_replace_the_users(
 def test_nothing_is_said_where_nothing_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     os.environ.update(REQUIRED_ENVIRONMENT, OMP_NUM_THREADS="7", TORCH_COMPILE_DISABLE="0")
     resolve(*A1F1)
-    assert capsys.readouterr().out == ""
+    assert "in place of" not in capsys.readouterr().out
     assert os.environ["OMP_NUM_THREADS"] == "7", "the user's to choose"
     assert os.environ["TORCH_COMPILE_DISABLE"] == "0", "the user's to choose"
+
+
+HERE, ELSEWHERE = "127.0.0.1:5000", "192.0.2.7:5000"  # the latter is an address for examples
+
+
+def first_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, *flags: str) -> list[str | None]:
+    """The --base-gpu-id of a command on a machine with so many GPUs."""
+    machine = Machine((Gpu("H200", (9, 0)),) * gpus, frozenset({"deep_ep", "deep_gemm"}))
+    monkeypatch.setattr(start, "this_machine", lambda: machine)
+    facts = start.read_facts(["--model-path", str(embedded.path()), *flags], program="test")
+    assert facts is not None
+    return values(facts.args, "--base-gpu-id")
+
+
+def two_commands(role: str, address: str, *flags: str) -> list[str]:
+    """A role's command at 2A1F, attention TP 2: 4 attention and 2 FFN ranks."""
+    return [
+        *("--afd-attention-ranks", "2", "--afd-ffn-ranks", "1", "--afd-attention-tp", "2"),
+        *("--afd-role", role, "--nnodes", "2", "--node-rank", "01"[role == "ffn"]),
+        *("--dist-init-addr", address, *flags),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "role", "address", "flags", "expected"),
+    [
+        (8, "ffn", HERE, (), ["4"]),
+        (6, "ffn", HERE, (), ["4"]),
+        (5, "ffn", HERE, (), []),  # too few for all: the roles may share
+        (1, "ffn", HERE, (), []),
+        (8, "ffn", ELSEWHERE, (), []),  # the attention command's GPUs are another machine's
+        (8, "attention", HERE, (), []),
+        (8, "ffn", HERE, ("--base-gpu-id", "0"), ["0"]),
+        (8, "ffn", HERE, ("--base-gpu-id=6",), ["6"]),
+        (11, "ffn", HERE, ("--gpu-id-step", "2"), ["8"]),
+        (10, "ffn", HERE, ("--gpu-id-step", "2"), []),
+        (8, "ffn", HERE, ("--device", "cpu"), []),
+        (8, "ffn", "nonsense", (), []),
+    ],
+)
+def test_an_ffn_command_takes_the_gpus_after_those_of_attention(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    role: str,
+    address: str,
+    flags: tuple[str, ...],
+    expected: list[str],
+) -> None:
+    assert first_gpus(monkeypatch, gpus, *two_commands(role, address, *flags)) == expected
+
+
+def test_one_command_starts_at_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert first_gpus(monkeypatch, 8, *A1F1) == []

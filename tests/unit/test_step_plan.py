@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang_afd.dispatch.step_plan import PlanMismatch, PlanRow, StepKind, StepPlan
+from sglang_afd.dispatch.step_plan import Caps, Path, PlanMismatch, PlanRow, StepKind, StepPlan
 from sglang_afd.topology import Topology
 
 pytestmark = pytest.mark.unit
@@ -22,14 +22,22 @@ def gathered(topology: Topology, rows: list[int]) -> list[list[int]]:
     return [list(part) for part in parts]
 
 
-def plan_of(topology: Topology, rows: list[int], cap: int, rank: int = 0) -> StepPlan:
+EIGHT = Caps(8, None)
+
+
+def plan_of(topology: Topology, rows: list[int], cap: Caps, rank: int = 0) -> StepPlan:
     return plan_from(gathered(topology, rows), topology, cap, rank)
 
 
-def plan_from(parts: list[list[int]], topology: Topology, cap: int, rank: int) -> StepPlan:
+def plan_from(parts: list[list[int]], topology: Topology, cap: Caps, rank: int) -> StepPlan:
     """The plan of a rank that contributed what its DP rank announced."""
     own = PlanRow(*parts[topology.dp_rank_of(rank)])
     return StepPlan.from_rows(parts, topology, cap, rank, own)
+
+
+@st.composite
+def caps(draw: st.DrawFn) -> Caps:
+    return Caps(draw(st.integers(1, 130)), draw(st.one_of(st.none(), st.integers(1, 130))))
 
 
 @st.composite
@@ -41,58 +49,74 @@ def worlds(draw: st.DrawFn) -> tuple[Topology, list[int]]:
     return topology, draw(st.lists(st.integers(0, 300), min_size=size, max_size=size))
 
 
-@given(worlds(), st.integers(1, 130))
-@example((THREE, [0, 0]), 128)
-@example((THREE, [128, 0]), 128)
-@example((THREE, [129, 128]), 128)
-def test_rounds_cover_every_row_once_in_order(world: tuple[Topology, list[int]], cap: int) -> None:
+@given(worlds(), caps())
+@example((THREE, [0, 0]), Caps(128, None))
+@example((THREE, [128, 0]), Caps(128, None))
+@example((THREE, [129, 128]), Caps(128, 512))
+def test_rounds_cover_every_row_once_in_order(world: tuple[Topology, list[int]], cap: Caps) -> None:
     topology, rows = world
     plan = plan_of(topology, rows, cap)
     for rank in range(topology.world_size):
-        spans = [plan.bounds(rank, index) for index in range(plan.slices)]
-        covered = [row for start, stop in spans for row in range(start, stop)]
+        spans = [range(1000)[round_.rows_of(rank)] for round_ in plan.rounds]
+        covered = [row for span in spans for row in span]
         announced = rows[topology.dp_rank_of(rank)] if rank in topology.attention_world else 0
         assert covered == list(range(announced))
 
 
-@given(worlds(), st.integers(1, 130))
-def test_counts_are_the_rounds_sizes_within_the_cap(
-    world: tuple[Topology, list[int]], cap: int
-) -> None:
+@given(worlds(), caps())
+def test_rounds_keep_to_their_paths_caps(world: tuple[Topology, list[int]], cap: Caps) -> None:
     topology, rows = world
     plan = plan_of(topology, rows, cap)
-    rounds = [plan.counts(index) for index in range(plan.slices)]
-    assert all(0 <= count <= cap for counts in rounds for count in counts)
-    assert all(any(counts) for counts in rounds), "a round in which nobody sends"
-    totals = [sum(counts[rank] for counts in rounds) for rank in range(topology.world_size)]
-    assert tuple(totals) == plan.rows
-    assert sum(totals) == sum(rows) * topology.attention_tp
-    for index, counts in enumerate(rounds):
-        for rank, count in enumerate(counts):
-            start, stop = plan.bounds(rank, index)
-            assert count == stop - start
+    assert sorted(plan.rounds, key=lambda round_: round_.path) == list(plan.rounds)
+    for round_ in plan.rounds:
+        most = cap.decode if round_.path is Path.DECODE else cap.bulk
+        assert most is not None and max(round_.counts) <= most
+        assert any(round_.counts), "a round in which nobody sends"
+        for rank, count in enumerate(round_.counts):
+            if count and cap.bulk is not None:
+                extends = plan.kinds[rank] is StepKind.EXTEND
+                assert extends == (round_.path is Path.BULK)
 
 
-@given(worlds(), st.integers(1, 130))
-def test_all_ranks_derive_the_same_plan(world: tuple[Topology, list[int]], cap: int) -> None:
+def test_every_attention_rank_joins_decode_rounds_and_only_senders_join_blocks() -> None:
+    topology = Topology(3, 1)
+    parts = gathered(topology, [300, 5, 0])
+    parts[1][1] = StepKind.DECODE
+    rounds = plan_from(parts, topology, Caps(4, 128), 0).rounds
+    assert [(round_.path, round_.start, round_.counts) for round_ in rounds] == [
+        (Path.DECODE, 0, (0, 4, 0, 0)),
+        (Path.DECODE, 4, (0, 1, 0, 0)),
+        (Path.BULK, 0, (128, 0, 0, 0)),
+        (Path.BULK, 128, (128, 0, 0, 0)),
+        (Path.BULK, 256, (44, 0, 0, 0)),
+    ]
+    for round_ in rounds:
+        joining = [rank for rank in topology.attention_world if round_.joins(rank)]
+        assert joining == ([0, 1, 2] if round_.path is Path.DECODE else [0])
+
+
+@given(worlds(), caps())
+def test_all_ranks_derive_the_same_plan(world: tuple[Topology, list[int]], cap: Caps) -> None:
     topology, rows = world
     plans = [plan_of(topology, rows, cap, rank) for rank in range(topology.world_size)]
     assert plans.count(plans[0]) == len(plans)
     assert plans[0].step_id == 7
-    assert plans[0].kinds[: len(rows)] == tuple(
-        StepKind.EXTEND if n else StepKind.IDLE for n in rows
+    assert plans[0].kinds == tuple(
+        StepKind.EXTEND if n else StepKind.IDLE
+        for n in [*rows, *[0] * topology.ffn_ranks]
+        for _ in range(topology.attention_tp)
     )
 
 
 @given(worlds())
 def test_ffn_ranks_send_no_rows(world: tuple[Topology, list[int]]) -> None:
     topology, rows = world
-    plan = plan_of(topology, rows, 16)
+    plan = plan_of(topology, rows, EIGHT)
     assert [plan.rows[rank] for rank in topology.ffn_world] == [0] * len(topology.ffn_world)
 
 
 def test_a_step_without_rows_has_no_rounds() -> None:
-    assert plan_of(THREE, [0, 0], 8).slices == 0
+    assert plan_of(THREE, [0, 0], EIGHT).rounds == ()
 
 
 @pytest.mark.parametrize(("column", "other"), [(0, 8), (3, HASH + 1)], ids=["step", "hash"])
@@ -102,7 +126,7 @@ def test_ranks_that_disagree_are_refused_with_both_names(column: int, other: int
     rows[odd][column] = other
     own = next(rank for rank in range(3) if rank != odd)
     with pytest.raises(PlanMismatch) as mismatch:
-        plan_from(rows, THREE, 8, own)
+        plan_from(rows, THREE, EIGHT, own)
     message = str(mismatch.value)
     assert message.startswith(THREE.name_of(own))
     assert THREE.name_of(odd) in message
@@ -116,7 +140,7 @@ def test_the_odd_rank_notices_too() -> None:
     rows = gathered(THREE, [3, 4])
     rows[2][3] = HASH + 1
     with pytest.raises(PlanMismatch, match=r"^FFN rank 0 \(world rank 2\) and attention rank 0"):
-        plan_from(rows, THREE, 8, rank=2)
+        plan_from(rows, THREE, EIGHT, rank=2)
 
 
 def test_a_mismatch_names_the_first_world_rank_of_a_tensor_parallel_peer() -> None:
@@ -126,7 +150,7 @@ def test_a_mismatch_names_the_first_world_rank_of_a_tensor_parallel_peer() -> No
     with pytest.raises(
         PlanMismatch, match=r"attention rank 0.1 .* attention rank 1.0 .* in step 9"
     ):
-        plan_from(rows, topology, 8, rank=1)
+        plan_from(rows, topology, EIGHT, rank=1)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +172,7 @@ def test_a_rank_whose_row_is_not_gathered_compares_its_own(
     own = list(rows[topology.dp_rank_of(rank)])
     own[column] = other
     with pytest.raises(PlanMismatch) as mismatch:
-        StepPlan.from_rows(rows, topology, 8, rank, PlanRow(*own))
+        StepPlan.from_rows(rows, topology, EIGHT, rank, PlanRow(*own))
     assert str(mismatch.value).startswith(topology.name_of(rank))
     assert said in str(mismatch.value)
 
@@ -159,4 +183,4 @@ def test_rows_announced_by_an_ffn_rank_are_refused_with_its_name() -> None:
     rows[3][2] = 1
     for rank in range(4):
         with pytest.raises(PlanMismatch, match=r"^FFN rank 1 \(world rank 3\) announced 1 rows"):
-            plan_from(rows, topology, 8, rank)
+            plan_from(rows, topology, EIGHT, rank)

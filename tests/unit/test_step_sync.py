@@ -13,7 +13,7 @@ import torch
 from sglang_afd import context as context_module
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
-from sglang_afd.dispatch.step_plan import PLAN_WIDTH, PlanMismatch, PlanRow, StepKind
+from sglang_afd.dispatch.step_plan import PLAN_WIDTH, Caps, PlanMismatch, PlanRow, StepKind
 from sglang_afd.families import FAMILIES, MoeFacts
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.step_sync import HOOKS
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.unit
 
 FACTS = MoeFacts((0,), num_experts=4, top_k=2, hidden_size=4, intermediate_size=6)
 CONFIG = AfdConfig(attention_ranks=2, ffn_ranks=1, attention_tp=2, max_tokens_per_rank=8)
+CAPS = Caps(8, 32)
 UPSTREAM = [11, 22, 33]  # columns of SGLang's own
 
 
@@ -31,6 +32,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], RankCon
 
     def become(rank: int) -> RankContext:
         made = RankContext(CONFIG, rank, FAMILIES["Qwen3MoeForCausalLM"], FACTS, {"model": "m"})
+        made.caps = CAPS
         monkeypatch.setattr(context_module, "_current", made)
         return made
 
@@ -92,7 +94,7 @@ def test_every_rank_reads_the_plan(as_rank: Callable[[int], RankContext], rank: 
     hook("all_gather", Kind.AFTER).fn(None, gathered(busy, idle, idle), "cpu", group=None)
     assert context.plan is not None
     assert context.plan.rows == (4, 4, 0, 0, 0, 0)
-    assert context.plan.cap == CONFIG.max_tokens_per_rank
+    assert context.plan.caps == CAPS
 
 
 @pytest.mark.parametrize("column", [0, 3], ids=["step", "hash"])

@@ -1,0 +1,116 @@
+"""How many bytes each transport holds, computed before anything is started.
+
+A rank *keeps* its buffers from the start on; what a round needs on top comes and goes with it, but
+must fit beside the KV cache.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sglang_afd.topology import Topology
+
+_MIB = 2**20
+_FP8_BLOCK = 128  # elements of a row that share one scale
+_ALIGNMENT = 256  # of a field in an nvlink channel
+_HEAP_STEP = 512 * _MIB
+"""NVSHMEM's heap grows by this (DeepEP sets it); the first step also holds NVSHMEM's own things."""
+_HEAP_OWN = 64 * _MIB
+_DEEPEP_FIXED = 36 * _MIB
+"""DeepEP's workspace of 32 MiB and 4 MiB more: measured, docs/gpu_runs.md."""
+
+
+class Held(NamedTuple):
+    """Bytes on one rank."""
+
+    kept: int
+    passing: int
+    """The largest round's tensors, at their peak."""
+
+
+class Buffers(NamedTuple):
+    """Bytes that a transport takes on one rank of each role, per lane."""
+
+    attention: Held
+    ffn: Held
+
+
+class Rows(NamedTuple):
+    """What travels: the rows' form and how many at once."""
+
+    num_experts: int
+    hidden_size: int
+    top_k: int
+    itemsize: int
+    """Bytes of one element of a row."""
+    fp8: bool
+    """The experts are FP8, so a transport may send rows as FP8."""
+    decode: int
+    """T: rows of an A rank in one round."""
+    block: int
+    """P: rows of an A rank in one bulk block."""
+
+
+def gloo(topology: Topology, rows: Rows) -> Buffers:
+    """Nothing is kept; a round's rows and their routing pass through, for every peer."""
+    block = max(rows.decode, rows.block)
+    row = rows.hidden_size * rows.itemsize + 8 * rows.top_k
+    sources, owners = len(topology.attention_world), len(topology.ffn_world)
+    outputs = block * rows.top_k * rows.hidden_size * rows.itemsize
+    return Buffers(
+        Held(0, owners * block * row + block * rows.hidden_size * 4),
+        Held(0, sources * (2 * block * row + outputs)),
+    )
+
+
+def deepep(topology: Topology, rows: Rows) -> Buffers:
+    """NVSHMEM's heap, DeepEP's workspace, and each round's received rows and expert outputs.
+
+    The heap holds DeepEP's low-latency buffer: for S slots (ceil(E / F) on each rank of the world),
+    messages of d = 16 + 2 H bytes out and c = 2 H + 4 H / 128 back, two rounds of
+    max(T d, S T c) + S T max(d, c) + 4 S bytes (its ``get_low_latency_rdma_size_hint``).
+    """
+    per_rank = -(-rows.num_experts // len(topology.ffn_world))
+    slots, cap = per_rank * topology.world_size, rows.decode
+    out = 16 + 2 * rows.hidden_size
+    back = 2 * rows.hidden_size + 4 * rows.hidden_size // _FP8_BLOCK
+    hint = 2 * (max(cap * out, slots * cap * back) + slots * cap * max(out, back))
+    hint += 2 * _aligned(4 * slots, 128)
+    grown = 0 if hint + _HEAP_OWN <= _HEAP_STEP else _aligned(hint, _HEAP_STEP)
+    kept = _HEAP_STEP + grown + _DEEPEP_FIXED
+    wire = rows.hidden_size + 4 * rows.hidden_size // _FP8_BLOCK if rows.fp8 else out - 16
+    received = slots * cap * wire
+    empty_output = slots * cap * 2 * rows.hidden_size
+    return Buffers(Held(kept + empty_output, received), Held(kept, received + empty_output))
+
+
+def nvlink(topology: Topology, rows: Rows) -> Buffers:
+    """An arena of the same size on all ranks, and the outputs of the largest round's experts."""
+    kept = sum(_channel(topology, rows, cap) for cap in (rows.decode, rows.block))
+    sources = len(topology.attention_world)
+    most = max(sources * rows.decode, sources * rows.block)
+    row = rows.hidden_size * rows.itemsize
+    copied = most * (row + 8 * rows.top_k) if sources > 1 else 0
+    return Buffers(Held(kept, rows.block * row), Held(kept, most * rows.top_k * row + copied))
+
+
+def _channel(topology: Topology, rows: Rows, cap: int) -> int:
+    """As `sglang_afd.dispatch.channel.channel_bytes`, which needs torch."""
+
+    def fields(peers: int, routed: int) -> int:
+        sizes = (
+            peers * cap * rows.hidden_size * rows.itemsize,
+            8 * peers,
+            4 * peers * routed * rows.top_k,
+            4 * peers * routed * rows.top_k,
+        )
+        return sum(_aligned(size, _ALIGNMENT) for size in sizes)
+
+    return max(fields(len(topology.ffn_world), 0), fields(len(topology.attention_world), cap))
+
+
+def _aligned(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+ESTIMATES = {"gloo": gloo, "deepep": deepep, "nvlink": nvlink}

@@ -1,0 +1,127 @@
+"""The `nvlink` transport: own kernels that write into peers' memory, among the GPUs of one host.
+
+A token's row goes once to each F rank that owns one of its experts; that F rank reduces its
+experts' outputs and returns one row.  Decode rounds and bulk blocks have a channel each (see
+`sglang_afd.dispatch.channel`), in one arena of CUDA symmetric memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from sglang_afd.dispatch.channel import (
+    Arena,
+    AttentionEnd,
+    FfnEnd,
+    Sent,
+    Shape,
+    Span,
+    Waits,
+    channel_bytes,
+)
+from sglang_afd.dispatch.step_plan import Caps, Path, Round
+from sglang_afd.dispatch.transport import RoutedRows, RowBatch
+from sglang_afd.kernels.exchange import failure_of
+from sglang_afd.topology import Role, Topology
+
+
+class _Pending(NamedTuple):
+    path: Path
+    sent: Sent
+
+
+class _Received(NamedTuple):
+    path: Path
+    spans: list[Span]
+
+
+class NvlinkTransport:
+    """One rank's end of the exchange."""
+
+    def __init__(
+        self,
+        *,
+        topology: Topology,
+        rank: int,
+        num_experts: int,
+        hidden_size: int,
+        top_k: int,
+        dtype: torch.dtype,
+        caps: Caps,
+        timeout: float,
+        make_arena: Callable[[int], Arena],
+    ) -> None:
+        """Allocate the buffers: a collective call of all world ranks.
+
+        Args:
+            timeout: seconds that a wait on the device lasts before it ends the rank.
+            make_arena: bytes -> memory that all ranks of the world can write to.
+        """
+        assert caps.bulk is not None
+        self.caps = caps
+        self._topology, self._rank, self._timeout = topology, rank, timeout
+        shapes = {
+            Path.DECODE: Shape(caps.decode, hidden_size, top_k, dtype),
+            Path.BULK: Shape(caps.bulk, hidden_size, top_k, dtype),
+        }
+        sizes = {path: channel_bytes(topology, shape) for path, shape in shapes.items()}
+        arena = make_arena(sum(sizes.values()))
+        pinned = arena.local.is_cuda
+        waits = Waits(torch.zeros(2, dtype=torch.int64, pin_memory=pinned), timeout)
+        self._waits = waits
+        self._attention: dict[Path, AttentionEnd] = {}
+        self._ffn: dict[Path, FfnEnd] = {}
+        offset = 0
+        for path, shape in shapes.items():
+            if topology.role_of(rank) is Role.ATTENTION:
+                self._attention[path] = AttentionEnd(
+                    topology, rank, num_experts, shape, arena, offset, waits
+                )
+            else:
+                self._ffn[path] = FfnEnd(topology, rank, shape, arena, offset, waits)
+            offset += sizes[path]
+
+    def dispatch(self, rows: RoutedRows, round_: Round) -> _Pending:
+        """See `Transport.dispatch`."""
+        # A decode round's receiver looks at all slots, so that it needs no counts.
+        decode = round_.path is Path.DECODE
+        slots = self.caps.decode if decode else rows.hidden.shape[0]
+        return _Pending(round_.path, self._attention[round_.path].dispatch(rows, slots=slots))
+
+    def combine(self, handle: _Pending) -> torch.Tensor:
+        """See `Transport.combine`."""
+        return self._attention[handle.path].combine(handle.sent)
+
+    def receive(self, round_: Round) -> tuple[RowBatch, _Received]:
+        """See `Transport.receive`."""
+        sources = len(self._topology.attention_world)
+        if round_.path is Path.DECODE:
+            spans = [Span(0, sources, self.caps.decode)]
+        else:
+            counts = round_.counts[:sources]
+            spans = [Span(source, 1, count) for source, count in enumerate(counts) if count]
+        return self._ffn[round_.path].receive(spans), _Received(round_.path, spans)
+
+    def reply(self, output: torch.Tensor, handle: _Received) -> None:
+        """See `Transport.reply`."""
+        self._ffn[handle.path].reply(output.contiguous(), handle.spans)
+
+    def samples(self) -> list[RowBatch]:
+        """A decode round and a bulk block, without rows of an expert but for the first one."""
+        return [end.sample() for end in self._ffn.values()]
+
+    def failure(self, error: Exception) -> str | None:
+        """See `Transport.failure`."""
+        failed = failure_of(self._waits.failure)
+        if failed is None:
+            return None
+        peers = self._topology.attention_world if self._ffn else self._topology.ffn_world
+        return (
+            f"{self._topology.name_of(self._rank)} waited {self._timeout:g} s "
+            f"(--afd-exchange-timeout) for {self._topology.name_of(peers[failed.peer])} in "
+            f"exchange {failed.exchange}; check that it is alive (its log names the cause) and "
+            f"restart the deployment"
+        )

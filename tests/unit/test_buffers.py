@@ -1,0 +1,94 @@
+"""What transports are expected to hold, against what was measured and what they allocate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_afd.dispatch.buffers import Rows, deepep, gloo, nvlink
+from sglang_afd.dispatch.channel import Shape, channel_bytes
+from sglang_afd.topology import Topology
+from tests.support.fake_deep_ep import Buffer
+
+pytestmark = pytest.mark.unit
+
+MEASURED = Path(__file__).parents[2] / "benchmarks/results/2026-11-30_one_gpu/deepep_memory.json"
+
+
+def rows(**changes: int) -> Rows:
+    given_ = {"num_experts": 128, "hidden_size": 4096, "top_k": 8, "itemsize": 2, "fp8": False}
+    return Rows(**{**given_, "decode": 128, "block": 2048, **changes})  # type: ignore[arg-type]
+
+
+def test_deepep_keeps_what_was_measured() -> None:
+    """Every shape of the record, both roles: within a tenth, and never over it."""
+    runs = json.loads(MEASURED.read_text())["runs"]
+    assert len(runs) == 8
+    for run in runs:
+        shape = rows(num_experts=run["experts"], hidden_size=run["hidden"], decode=run["cap"])
+        for held, measured in zip(deepep(Topology(1, 1), shape), run["measured"], strict=True):
+            assert measured["transport"] <= 1.1 * held.kept
+            assert held.kept <= 1.1 * measured["transport"]
+
+
+def test_deepep_at_a_high_ratio_takes_gigabytes_of_an_attention_rank() -> None:
+    """15A1F: 2048 slots of 128 rows, 33 KB each in the heap, and the rows and output of a round."""
+    held = deepep(Topology(15, 1), rows())
+    places = 2048 * 128
+    assert held.attention.kept == (512 + 36) * 2**20 + 17 * 512 * 2**20 + places * 8192
+    assert held.attention.passing == places * 8192
+    assert held.ffn.passing == 2 * places * 8192
+    fp8 = deepep(Topology(15, 1), rows(fp8=True))
+    assert fp8.attention.passing == places * (4096 + 128)
+
+
+@given(
+    st.integers(1, 16),
+    st.integers(1, 8),
+    st.integers(1, 64),
+    st.sampled_from([2048, 2560, 4096, 5120, 7168]),
+    st.integers(1, 256),
+)
+def test_deepeps_heap_holds_its_hint(
+    attention: int, ffn: int, per_rank: int, hidden_size: int, cap: int
+) -> None:
+    topology = Topology(attention, ffn)
+    slots = per_rank * topology.world_size
+    hint = Buffer.get_low_latency_rdma_size_hint(cap, hidden_size, topology.world_size, slots)
+    shape = rows(num_experts=per_rank * ffn, hidden_size=hidden_size, decode=cap)
+    held = deepep(topology, shape)
+    assert hint <= held.ffn.kept <= hint + 1100 * 2**20
+    assert held.attention.kept - held.ffn.kept == slots * cap * 2 * hidden_size
+
+
+@given(
+    st.integers(1, 16),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([16, 256, 2880, 7168]),
+    st.integers(1, 16),
+    st.integers(1, 300),
+    st.integers(1, 4096),
+)
+def test_nvlink_keeps_what_its_channels_take(
+    attention: int, ffn: int, tp: int, hidden: int, top_k: int, decode: int, block: int
+) -> None:
+    topology = Topology(attention, ffn, tp)
+    shape = rows(hidden_size=hidden, top_k=top_k, decode=decode, block=block)
+    taken = sum(
+        channel_bytes(topology, Shape(cap, hidden, top_k, torch.bfloat16))
+        for cap in (decode, block)
+    )
+    held = nvlink(topology, shape)
+    assert held.attention.kept == held.ffn.kept == taken
+
+
+def test_gloo_keeps_nothing() -> None:
+    held = gloo(Topology(2, 1), rows())
+    assert held.attention.kept == held.ffn.kept == 0
+    assert held.attention.passing > 2048 * 4096 * 2 and held.ffn.passing > held.attention.passing
