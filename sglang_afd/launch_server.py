@@ -9,6 +9,7 @@ from sglang_afd import start
 from sglang_afd.upstream import server
 
 PROGRAM = "launch_server"
+_PATIENCE = "each imports SGLang, about a minute on two cores"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -19,10 +20,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     try:
         command = start.prepare(sys.argv[1:] if argv is None else argv, program=PROGRAM)
+        if command.config is not None:
+            ranks = len(command.config.local_ranks())
+            print(f"{PROGRAM}: starting {ranks} ranks here; {_PATIENCE}", flush=True)
         server.install_plugins()
+        arguments = server.parse(command.sglang_args)
     except KeyboardInterrupt:
         raise SystemExit(start.INTERRUPTED) from None
-    server.run(command.sglang_args, program=PROGRAM)
+    except server.FlagError as error:
+        start.fail(PROGRAM, f"{error}; see --help")
+    server.run(arguments, program=PROGRAM)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_afd.command_line import values
+from sglang_afd.command_line import is_on, values
 from sglang_afd.features import refused_execution, refused_model
 from sglang_afd.features.row import Feature, Switch
 from sglang_afd.features.served import SERVED
@@ -24,7 +24,6 @@ FEATURES: tuple[Feature, ...] = (
     *refused_model.REFUSED,
 )
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "features.md"
-_OFF = ("", "0", "false", "no", "off", "n", "f")  # how SGLang reads a variable as false
 
 
 class Asked(NamedTuple):
@@ -45,7 +44,7 @@ def refused(args: Sequence[str], environment: Mapping[str, str]) -> Iterator[Ask
                 if switch.turned_on_by(value):
                     yield Asked(feature, " ".join(filter(None, (switch.flag, value))))
         for name in feature.environment:
-            if environment.get(name, "").lower() not in _OFF:
+            if is_on(environment.get(name)):
                 yield Asked(feature, f"{name}={environment[name]}")
 
 
