@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         command = start.prepare(sys.argv[1:] if argv is None else argv, program=PROGRAM)
         if command.config is not None:
             ranks = len(command.config.local_ranks())
-            print(f"{PROGRAM}: starting {ranks} ranks here; {_PATIENCE}", flush=True)
+            plural = "s" if ranks > 1 else ""
+            print(f"{PROGRAM}: starting {ranks} rank{plural} here; {_PATIENCE}", flush=True)
         server.install_plugins()
         arguments = server.parse(command.sglang_args)
     except KeyboardInterrupt:
