@@ -11,6 +11,7 @@ WORKERS ?= 2
 help:
 	@echo 'make setup      make .venv: dependencies once per machine, then this checkout (seconds)'
 	@echo 'make demo       serve the embedded model on 2 attention ranks and 1 FFN rank, ask it, stop'
+	@echo '                (ARGS="--attention-ranks 1 --ask ..." changes it; ARGS=--help tells how)'
 	@echo 'make test       lint, types, unit and integration tests; report in reports/'
 	@echo 'make test-full  all tests, full matrices included; dated record in tests/records/'
 	@echo 'make lint       ruff and mypy alone'

@@ -35,8 +35,8 @@ BOUND = 120
 def main() -> None:
     """Measure every shape and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True, help="file for the results")
+    parser.add_argument("--ranks", type=int, default=2, help="processes, a GPU each (%(default)s)")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=int, nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--meet", type=Path, help=argparse.SUPPRESS)

@@ -44,7 +44,7 @@ TOPOLOGY = Topology(1, 1)
 def main() -> None:
     """Measure and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="file for the results")
     parser.add_argument("--one-gpu", action="store_true", help="both ends on one GPU's streams")
     args = parser.parse_args()
     results = []

@@ -121,9 +121,20 @@ class Deployment(NamedTuple):
 def main() -> None:
     """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/two_gpus"))
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("/tmp/two_gpus"),
+        help="folder for checkpoints, logs and compiled kernels, used again (%(default)s)",
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        default=list(PARTS),
+        choices=list(PARTS),
+        help="what to run; later parts need the references (default: all)",
+    )
     parser.add_argument("--shared-gpu", action="store_true", help="both ranks on GPU 0")
     parser.add_argument("--transport", default="deepep", help="an --afd-transport (%(default)s)")
     args = parser.parse_args()

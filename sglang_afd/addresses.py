@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 _LAST_PORT = 65535
+_EVERYWHERE = ("0.0.0.0", "::", "")
 
 
 class Address(NamedTuple):
@@ -15,6 +18,32 @@ class Address(NamedTuple):
 
     host: str
     port: int
+
+
+class Listener(NamedTuple):
+    """Where a process listens: an address and port, and the network that they belong to.
+
+    network: of this machine and network namespace; empty where it cannot be told.
+    """
+
+    host: str
+    port: int
+    network: str
+
+    @classmethod
+    def here(cls, host: str, port: int) -> Listener:
+        """`host` and `port` on this machine, in this process's network namespace."""
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return cls(host, port, f"{boot} {os.stat('/proc/self/ns/net').st_ino}")
+        except OSError:
+            return cls(host, port, "")
+
+    def collides(self, other: Listener) -> bool:
+        """Whether only one of the two can listen."""
+        if not self.network or (self.network, self.port) != (other.network, other.port):
+            return False
+        return self.host == other.host or not {self.host, other.host}.isdisjoint(_EVERYWHERE)
 
 
 def is_port(number: int) -> bool:

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "no --afd-* flags, so there is nothing to check: plain SGLang would start; give "
             "--afd-attention-ranks and --afd-ffn-ranks",
         )
-    found = findings(facts)
+    found = [*findings(facts), start.sglang_finding(facts, program=PROGRAM)]
     if sys.stdout.isatty():
         _print_table(found)
     else:

@@ -37,6 +37,14 @@ WHOLE_FLAGS = frozenset(
 """SGLang's flags that other flags begin with; every other beginning of a flag abbreviates it."""
 
 
+_OFF = ("", "0", "false", "no", "off", "n", "f")
+
+
+def is_on(variable: str | None) -> bool:
+    """Whether SGLang reads the value of an environment variable (None: unset) as true."""
+    return (variable or "").lower() not in _OFF
+
+
 def values(args: Sequence[str], *spellings: str) -> list[str | None]:
     """Every value that `args` give a flag, in order; None where it stands without a value.
 

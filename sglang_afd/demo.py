@@ -7,9 +7,10 @@ shows which rank holds what, and stops everything.
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,37 @@ from sglang_afd import embedded
 from sglang_afd.machine import this_machine
 from sglang_afd.observe.holdings import Holdings, size
 from sglang_afd.running import Server, ServerFailed, serve
+from sglang_afd.start import INTERRUPTED
 
 _START_TIMEOUT = 400.0
+_REPORT_SECONDS = 10.0  # between two lines where the output is no terminal
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration; returns the exit status."""
     began = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--attention-ranks", type=int, default=2, metavar="A")
-    parser.add_argument("--ffn-ranks", type=int, default=1, metavar="F")
-    parser.add_argument("--ask", default=embedded.SAMPLE_CHAT, help="the question to ask")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--attention-ranks",
+        type=int,
+        default=2,
+        metavar="A",
+        help="ranks with requests and attention (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ffn-ranks",
+        type=int,
+        default=1,
+        metavar="F",
+        help="ranks with the experts; must divide the model's 12 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ask",
+        default=embedded.SAMPLE_CHAT,
+        metavar="QUESTION",
+        help="what to ask; the model knows Python's documentation alone (default: %(default)s)",
+    )
+    args = parser.parse_args(argv)
     console = Console()
     layout = f"{args.attention_ranks} attention ranks + {args.ffn_ranks} FFN ranks"
     deployment = [
@@ -47,9 +67,8 @@ def main() -> int:
     status = console.status("starting")
     status.start()
     try:
-        with serve(
-            "demo", deployment, logs=logs, timeout=_START_TIMEOUT, tick=_progress(status.update)
-        ) as server:
+        tick = _progress(status.update if console.is_terminal else _now_and_then(console.print))
+        with serve("demo", deployment, logs=logs, timeout=_START_TIMEOUT, tick=tick) as server:
             status.stop()
             console.print(f"Ready after {server.start_seconds:.0f} s at {server.url}\n")
             _ask(console, server, args.ask)
@@ -57,10 +76,26 @@ def main() -> int:
     except ServerFailed as error:
         console.print(f"[bold red]{error}")
         return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
     finally:
         status.stop()
+    shutil.rmtree(logs)
     console.print(f"Stopped; no process is left.  {time.monotonic() - began:.0f} s in all.")
     return 0
+
+
+def _now_and_then(say: Callable[[str], None]) -> Callable[[str], None]:
+    """`say`, at most once in `_REPORT_SECONDS`: for output that keeps every line."""
+    last = time.monotonic()
+
+    def update(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _REPORT_SECONDS:
+            last = time.monotonic()
+            say(text)
+
+    return update
 
 
 def _progress(update: Callable[[str], None]) -> Callable[[Path], None]:

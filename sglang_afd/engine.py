@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from sglang_afd import start
@@ -16,9 +17,12 @@ def Engine(**arguments: Any) -> Any:
     """Start an engine and return it: what ``sglang.Engine`` gives, over a deployment.
 
     Args:
-        arguments: SGLang's server arguments and ``afd_*`` (``afd_attention_ranks=2``), by the names
-            of the flags.  Without ``afd_*`` this is SGLang's engine.  Without `model_path` it runs
-            the embedded model.
+        arguments: SGLang's server arguments, and these of AFD, all by the names of the flags:
+            ``afd_attention_ranks`` and ``afd_ffn_ranks`` (both, or this is SGLang's engine),
+            ``afd_attention_tp``, ``afd_transport``, ``afd_max_tokens_per_rank``,
+            ``afd_prefill_block``, ``afd_startup_timeout``, ``afd_exchange_timeout``, ``afd_role``.
+            ``python -m sglang_afd.launch_server --help`` explains them.  Without `model_path` it
+            runs the embedded model.
 
     Raises:
         sglang_afd.start.Refused: the arguments cannot be right, or a gate refuses them.
@@ -36,7 +40,10 @@ def Engine(**arguments: Any) -> Any:
     imported_before = server.is_imported() and os.environ.get(CPU_ENV) != "1"
     arguments.setdefault("log_level", "error")
     arguments.setdefault("port", free_port())  # ranks take ports next to it; none is served
-    command = start.resolve(to_argv(arguments), program="Engine")
+    try:
+        command = start.resolve(to_argv(arguments), program="Engine")
+    except start.Refused as refused:
+        raise start.Refused(in_keywords(str(refused))) from None
     if imported_before and os.environ.get(CPU_ENV) == "1":
         raise RuntimeError(
             "SGLang was imported before sglang_afd.Engine chose the CPU platform, which it reads "
@@ -44,7 +51,16 @@ def Engine(**arguments: Any) -> Any:
         )
     server.install_plugins()
     off = [name for name, value in arguments.items() if value is False]
-    return server.make_engine([*command.sglang_args, *server.switched_off(off)])
+    try:
+        server_args = server.parse([*command.sglang_args, *server.switched_off(off)])
+    except server.FlagError as error:
+        raise start.Refused(in_keywords(str(error))) from None
+    return server.make_engine(server_args)
+
+
+def in_keywords(message: str) -> str:
+    """A message about flags, about keyword arguments: ``--tp-size`` is ``tp_size``."""
+    return re.sub(r"--(?!help\b)([a-z][a-z0-9-]*)", lambda m: m[1].replace("-", "_"), message)
 
 
 def to_argv(arguments: dict[str, Any]) -> list[str]:

@@ -14,6 +14,9 @@ from sglang_afd.topology import Role
 _DP_RANKS = "DP ranks are --afd-attention-ranks + --afd-ffn-ranks"
 _WORLD = "the world is (--afd-attention-ranks + --afd-ffn-ranks) x --afd-attention-tp"
 _ROWS = "--afd-transport says how rows travel"
+FFN_PORT = 30001
+"""Where an FFN command answers /health unless ``--port`` says.  SGLang's default, 30000, is where
+the attention command serves, on the same host maybe."""
 OWNED: tuple[tuple[tuple[str, ...], str], ...] = (
     # spellings of a flag of SGLang that only the --afd-* flags may set, and why
     (("--tp-size", "--tensor-parallel-size"), _WORLD),
@@ -212,6 +215,8 @@ def _sglang_flags(config: AfdConfig, args: Sequence[str], on_cpu: bool) -> list[
         *("--cuda-graph-backend-decode", "disabled"),
         *("--cuda-graph-backend-prefill", "disabled"),
     ]
+    if config.command_role is Role.FFN and not values(args, "--port"):
+        flags += ["--port", str(FFN_PORT)]
     if not on_cpu and not values(args, "--moe-runner-backend"):
         flags += ["--moe-runner-backend", EXPERT_RUNNERS[config.transport]]
     return flags

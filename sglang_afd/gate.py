@@ -148,7 +148,15 @@ def _addresses(facts: Facts) -> Iterator[Refusal]:
         return
     if problem := resolve_problem(address.host):
         yield Refusal(f"--dist-init-addr: {problem}", "give the attention command's HOST:PORT")
-    elif facts.config.command_role is not Role.FFN:
+        return
+    ports = first_command_ports(address.host, address.port)
+    if is_local(address.host) and http_port in {port.port for port in ports}:
+        yield Refusal(
+            f"--port {http_port} is one of the ports that follow from --dist-init-addr "
+            f"{rendezvous}",
+            "choose another --port",
+        )
+    if facts.config.command_role is not Role.FFN:
         if not is_local(address.host):
             yield Refusal(
                 f"--dist-init-addr: {address.host} is no address of this machine, where the "
@@ -156,7 +164,6 @@ def _addresses(facts: Facts) -> Iterator[Refusal]:
                 "give an address of this machine that the FFN command can reach",
             )
             return
-        ports = first_command_ports(address.host, address.port)
         yield from _taken(ports, "choose another port in --dist-init-addr")
 
 

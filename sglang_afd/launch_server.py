@@ -8,12 +8,29 @@ from collections.abc import Sequence
 from sglang_afd import start
 from sglang_afd.upstream import server
 
+PROGRAM = "launch_server"
+_PATIENCE = "each imports SGLang, about a minute on two cores"
+
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Start the server that the command line describes; returns when it ends."""
-    command = start.prepare(sys.argv[1:] if argv is None else argv, program="launch_server")
-    server.install_plugins()
-    server.run(command.sglang_args)
+    """Start the server that the command line describes; returns when it ends.
+
+    Raises:
+        SystemExit: it could not start, or failed, or Ctrl-C ended it.
+    """
+    try:
+        command = start.prepare(sys.argv[1:] if argv is None else argv, program=PROGRAM)
+        if command.config is not None:
+            ranks = len(command.config.local_ranks())
+            plural = "s" if ranks > 1 else ""
+            print(f"{PROGRAM}: starting {ranks} rank{plural} here; {_PATIENCE}", flush=True)
+        server.install_plugins()
+        arguments = server.parse(command.sglang_args)
+    except KeyboardInterrupt:
+        raise SystemExit(start.INTERRUPTED) from None
+    except server.FlagError as error:
+        start.fail(PROGRAM, f"{error}; see --help")
+    server.run(arguments, program=PROGRAM)
 
 
 if __name__ == "__main__":

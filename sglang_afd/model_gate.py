@@ -6,13 +6,19 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sglang_afd.command_line import last_value
+from sglang_afd.command_line import is_on, last_value
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import MoeFacts, UnsupportedModel
 
 MAX_TOP_K = 16
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _BLOCK = 128
+_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+_CONTEXT_LENGTHS = (
+    # where SGLang looks, in this order
+    *("max_sequence_length", "seq_length", "max_seq_len", "model_max_length"),
+    "max_position_embeddings",
+)
 _QUANTISE = "use an unquantised checkpoint, or one in FP8 with 128x128 blocks on CUDA devices"
 
 
@@ -38,6 +44,7 @@ def refusals(facts: Facts) -> Iterator[Refusal]:
             f"the router picks {moe.top_k} experts a token; AFD carries {MAX_TOP_K} at most",
             "serve it without --afd-* flags",
         )
+    yield from _context_length(facts)
     yield from _files(facts)
     yield from _quantisation(facts, moe)
 
@@ -87,6 +94,29 @@ def _loading(facts: Facts) -> Iterator[Refusal]:
             "rank reads only its role's tensors",
             "leave enable_multithread_load and num_threads out",
         )
+
+
+def _context_length(facts: Facts) -> Iterator[Refusal]:
+    asked = last_value(facts.args, "--context-length") or ""
+    limit = _longest_context(facts.checkpoint.config or {})
+    if limit is None or not asked.isdigit() or is_on(facts.environment.get(_LONGER)):
+        return  # SGLang also takes 8k, and says itself what it does not take
+    if int(asked) <= limit:
+        return
+    yield Refusal(
+        f"--context-length {asked} is over the {limit} tokens that config.json gives the model",
+        f"lower it, or set {_LONGER}=1 if the model is known to go further",
+    )
+
+
+def _longest_context(config: Mapping[str, Any]) -> int | None:
+    """The context that SGLang derives from config.json, in tokens; None if it names none."""
+    text = config.get("text_config") or config
+    scaling = text.get("rope_scaling") or {}
+    scaled = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
+    factor = 1 if scaled else scaling.get("factor", 1)
+    named = (text[key] for key in _CONTEXT_LENGTHS if text.get(key) is not None)
+    return next((int(factor * length) for length in named), None)
 
 
 def _files(facts: Facts) -> Iterator[Refusal]:

@@ -6,6 +6,7 @@ SGLang is imported, because SGLang reads its platform from the environment at im
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import sys
@@ -19,11 +20,14 @@ from sglang_afd.command_line import expand_config_file, int_value, last_value, v
 from sglang_afd.config import ENV, START_BY_ENV, ConfigError
 from sglang_afd.facts import Facts
 from sglang_afd.flags import Command, add_flags, parse, placement
-from sglang_afd.gate import findings
+from sglang_afd.gate import Finding, findings
 from sglang_afd.machine import this_machine
 from sglang_afd.plugin import CPU_ENV
 from sglang_afd.topology import TopologyError
 
+INTERRUPTED = 130
+"""Status of a command that Ctrl-C has ended, as shells have it."""
+_SGLANG_FLAGS = "SGLang's flags"
 _MODEL_FLAGS = ("--model-path", "--model")
 
 
@@ -66,7 +70,9 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
         if refused:
             raise Refused("\n  ".join(f"{f.gate}: {f.message}; {f.mend}" for f in refused))
         print(
-            f"{program}: rows travel over {facts.config.transport} ({facts.why_transport})",
+            f"{program}: AFD with {facts.config.attention_ranks} attention and "
+            f"{facts.config.ffn_ranks} FFN ranks; rows travel over {facts.config.transport} "
+            f"({facts.why_transport})",
             flush=True,
         )
     if on_cpu:
@@ -168,18 +174,37 @@ def _plain_ranks(args: Sequence[str]) -> int:
         return 1  # SGLang's parser will say what is wrong
 
 
-def _print_help(program: str) -> NoReturn:
-    import argparse
+def sglang_finding(facts: Facts, *, program: str) -> Finding:
+    """Whether SGLang's own parser takes its flags; imports SGLang, which takes seconds."""
+    if facts.on_cpu:
+        _set_cpu_environment(facts.config.topology.world_size, program)
+    from sglang_afd.upstream import server
 
-    parser = argparse.ArgumentParser(
-        prog=f"python -m sglang_afd.{program}",
+    try:
+        server.parse(facts.args)
+    except server.FlagError as error:
+        return Finding(_SGLANG_FLAGS, False, str(error), "correct the flag; --help lists them")
+    return Finding(_SGLANG_FLAGS, True, "SGLang's parser takes every flag")
+
+
+def _print_help(program: str) -> NoReturn:
+    """Our flags first, then SGLang's hundreds, which take seconds to import."""
+    name = f"python -m sglang_afd.{program}"
+    ours = argparse.ArgumentParser(
+        prog=name,
+        usage=f"{name} --afd-attention-ranks A --afd-ffn-ranks F [--model-path DIR] [flag ...]",
         description="SGLang's server with attention-FFN disaggregation. Every SGLang flag keeps "
-        "its meaning; the flags of the first group are added.",
+        "its meaning; the flags of the first group are added. --model-path is optional: its "
+        f"default is {embedded.DESCRIPTION}.",
+        add_help=False,
     )
-    add_flags(parser)
+    add_flags(ours)
+    ours.print_help()
+    print("\nSGLang's own flags follow.\n", flush=True)
     from sglang_afd.upstream.server import add_sglang_flags
 
     os.environ[CPU_ENV] = "1"  # help must not depend on an accelerator
-    add_sglang_flags(parser)
-    parser.print_help()
+    theirs = argparse.ArgumentParser(usage=argparse.SUPPRESS)
+    add_sglang_flags(theirs)
+    theirs.print_help()
     raise SystemExit(0)

@@ -291,6 +291,7 @@ def ensure_checkout(python: str, version: str, dependencies: Path) -> None:
         shutil.rmtree(ROOT / "sglang_afd.egg-info", ignore_errors=True)
         (venv / MARKER).write_text(json.dumps(wanted))
         say(f"made {venv} in {time.monotonic() - start:.1f} s")
+        say("for `python -m sglang_afd...` in this shell: source .venv/bin/activate")
 
 
 def main() -> None:

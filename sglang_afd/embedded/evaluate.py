@@ -170,9 +170,13 @@ def _first_difference(one: list[int], other: list[int]) -> int | None:
 def main() -> None:
     """Print the report on a checkpoint directory."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=Path, help="the checkpoint")
     parser.add_argument("--corpus", type=Path, help="JSON lines; default: from this interpreter")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where the model runs (default here: %(default)s)",
+    )
     args = parser.parse_args()
     documents = corpus.loads(args.corpus.read_bytes()) if args.corpus else corpus.build()
     print(json.dumps(report(args.directory, documents, args.device), indent=1, ensure_ascii=False))

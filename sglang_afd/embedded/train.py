@@ -253,9 +253,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     budget.add_argument("--steps", type=int, help="optimiser steps (repeats an earlier run)")
     budget.add_argument("--minutes", type=float, help="choose the steps that fit in this time")
     parser.add_argument("--corpus", type=Path, help="JSON lines; default: from this interpreter")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=Settings.seed)
-    parser.add_argument("--tokens-per-step", type=int, default=Settings.tokens_per_step)
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where the model runs (default here: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=Settings.seed, help="default: %(default)s")
+    parser.add_argument(
+        "--tokens-per-step",
+        type=int,
+        default=Settings.tokens_per_step,
+        help="tokens of one optimiser step (default: %(default)s)",
+    )
     return parser.parse_args(argv)
 
 

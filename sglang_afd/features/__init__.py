@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_afd.command_line import means, values
+from sglang_afd.command_line import is_on, means, values
 from sglang_afd.features import refused_execution, refused_model
 from sglang_afd.features.reviewed import PASSED, SETTINGS
 from sglang_afd.features.row import Feature, Switch
@@ -50,7 +50,6 @@ KNOWN: frozenset[str] = frozenset(
     )
 )
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "features.md"
-_OFF = ("", "0", "false", "no", "off", "n", "f")  # how SGLang reads a variable as false
 
 
 class Asked(NamedTuple):
@@ -77,7 +76,7 @@ def refused(args: Sequence[str], environment: Mapping[str, str]) -> Iterator[Ask
             if values(args, flag):
                 yield Asked(feature, flag)
         for name in feature.environment:
-            if environment.get(name, "").lower() not in _OFF:
+            if is_on(environment.get(name)):
                 yield Asked(feature, f"{name}={environment[name]}")
     for flag in _unknown(args):
         yield Asked(UNKNOWN, flag)

@@ -10,7 +10,7 @@ REFUSED: tuple[Feature, ...] = (
         "adapters are applied by the ranks that hold a layer, and FFN ranks load none",
         "merge the adapter into the checkpoint",
         *flags("--enable-lora", "--lora-paths", "--lora-target-modules", "--max-lora-rank"),
-        requests=("/load_lora_adapter", "lora_path"),
+        requests=("/load_lora_adapter", "/load_lora_adapter_from_tensors", "lora_path"),
     ),
     refused(
         "Multimodal input",

@@ -73,7 +73,12 @@ SERVED: tuple[Feature, ...] = (
     ),
     served("Health", _ENDPOINTS + "test_health", requests=("/health", "/health_generate")),
     served("Server information", _ENDPOINTS + "test_server_info", requests=("/server_info",)),
-    served("Loads", _ENDPOINTS + "test_loads", requests=("/v1/loads",)),
+    served(
+        "Loads",
+        _ENDPOINTS + "test_loads",
+        requests=("/v1/loads",),
+        limit="attention ranks alone: FFN ranks take no requests",
+    ),
     served("Cache flush", _ENDPOINTS + "test_flush_cache", requests=("/flush_cache",)),
     served(
         "Pause and continue",

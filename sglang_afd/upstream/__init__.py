@@ -15,10 +15,12 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
     """Every hook of a deployment; processes that lack a role's work never reach its hooks."""
     from sglang_afd.upstream import (
         arguments,
+        ending,
         expert_layers,
         holdings,
         idle,
         loading,
+        loads,
         memory,
         peers,
         processes,
@@ -32,6 +34,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *arguments.hooks(config),
         *processes.hooks(config),
         *routing.hooks(config),
+        *loads.hooks(config),
         *peers.hooks(config),
         *ranks.hooks(config),
         *step_sync.HOOKS,
@@ -41,4 +44,5 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *holdings.HOOKS,
         *idle.HOOKS,
         *refusals.HOOKS,
+        *ending.HOOKS,
     )

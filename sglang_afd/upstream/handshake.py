@@ -2,7 +2,7 @@
 
 SGLang's node 0 hands its worker ports to node 1 here and waits for it without a bound.  Here the
 wait is bounded, and the commands compare their ``--afd-*`` flags: with unequal counts their ranks
-would never find each other.
+would never find each other.  On one machine they also compare where they listen for HTTP.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from sglang_afd.addresses import Listener
 from sglang_afd.config import AfdConfig, ConfigError, differences
 from sglang_afd.topology import Role
 
@@ -29,7 +30,7 @@ def worker_ports(
 
     Raises:
         StartError: the other command did not come in time.
-        ConfigError: the commands' flags differ.
+        ConfigError: the commands' flags differ, or both would listen for HTTP at one port.
     """
     if config.command_role is None:
         assert ports is not None
@@ -37,12 +38,14 @@ def worker_ports(
     serves = config.command_role is Role.ATTENTION
     socket, endpoint = _socket(controller, serves)
     own: dict[str, object] = {**config.agreement()}
+    http = _http()
+    message = {"agreement": own, "http": http}
     try:
         if serves:
             theirs = _receive(config, socket, endpoint, deadline)
-            socket.send_json({"agreement": own, "ports": ports})
+            socket.send_json({**message, "ports": ports})
         else:
-            socket.send_json({"agreement": own})
+            socket.send_json(message)
             theirs = _receive(config, socket, endpoint, deadline)
             ports = theirs.get("ports")
     finally:
@@ -53,8 +56,19 @@ def worker_ports(
             f"the attention and the FFN command are configured differently: "
             f"{'; '.join(differing)}; start every command with the same flags and model"
         )
+    if http.collides(Listener(*theirs["http"])):
+        raise ConfigError(
+            f"both commands would listen for HTTP at port {http.port} of this machine; give the "
+            f"FFN command another --port (there it answers /health alone)"
+        )
     assert ports is not None
     return ports
+
+
+def _http() -> Listener:
+    from sglang.srt.runtime_context import get_serving
+
+    return Listener.here(get_serving().host, get_serving().port)
 
 
 def _socket(controller: Any, serves: bool) -> tuple[Any, str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sglang_afd import rollcall
+from sglang_afd import causes, rollcall
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext, current
 from sglang_afd.dispatch.transport import ExchangeError
@@ -131,4 +131,5 @@ def _report(ranks: list[tuple[str, Any]]) -> bool:
     for name, code in failed:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         logger.error("%s %s; its peers end with it: restart the deployment", name, how)
+        causes.note(f"{name} {how}; restart the deployment", consequence=code > 0)
     return bool(failed)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from sglang_afd.features import refused_request
+from sglang_afd.features.row import LEAVE_OUT
 from sglang_afd.upstream.hooks import Hook, Kind
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -30,6 +31,8 @@ _ANSWERING: dict[str, tuple[object, ...]] = {
 }
 _RAISING = (
     # methods that have no way to answer "no"
+    f"{_CONTROL}.load_lora_adapter",
+    f"{_CONTROL}.load_lora_adapter_from_tensors",
     f"{_CONTROL}.get_weights_by_name",
     f"{_CONTROL}.release_memory_occupation",
     f"{_CONTROL}.resume_memory_occupation",
@@ -38,14 +41,21 @@ _RAISING = (
     f"{_CONTROL}.dump_expert_distribution_record",
 )
 _ENDPOINTS = {"check_weights": "weights_checker"}
-_FIELDS = ("image_data", "video_data", "audio_data", "return_routed_experts")
+_FIELDS = (
+    *("image_data", "video_data", "audio_data", "lora_path"),
+    *("return_routed_experts", "return_hidden_states"),
+)
+_EMBEDDING = "EmbeddingReqInput"  # what /encode, /classify, /v1/embeddings and others make
 _BEAM = "sampling_params.beam_width"
 
 
 def refusal(request: str) -> str:
     """What a client that makes a refused `request` is told."""
     feature = refused_request(request)
-    return f"AFD refuses {request}: {feature.reason}; {feature.mend}"
+    mend = feature.mend
+    if request.startswith("/") and mend == LEAVE_OUT:
+        mend = "do not call it"
+    return f"AFD refuses {request}: {feature.reason}; {mend}"
 
 
 def _answer(request: str, rest: tuple[object, ...]) -> Callable[..., Any]:
@@ -69,6 +79,8 @@ def _raise(request: str) -> Callable[..., Any]:
 
 
 def _refuse_fields(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    if type(request).__name__ == _EMBEDDING:
+        raise ValueError(refusal("/encode").replace("/encode", "embeddings", 1))
     for name in _FIELDS:
         if getattr(request, name, None):
             raise ValueError(refusal(name))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 
 def is_imported() -> bool:
@@ -21,16 +20,40 @@ def install_plugins() -> None:
     load_plugins()
 
 
-def run(args: Sequence[str]) -> None:
-    """Run SGLang's server with `args`; returns when it ends, with no process left behind."""
-    from sglang.launch_server import run_server
+class FlagError(ValueError):
+    """SGLang does not take its arguments; the message is what it says, in one line."""
+
+
+def parse(args: Sequence[str]) -> Any:
+    """SGLang's server arguments, as its own parser understands `args`.
+
+    Raises:
+        FlagError: it does not.
+    """
     from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
 
     try:
-        run_server(prepare_server_args(list(args)))
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+        if "--config" not in args:  # else SGLang merges the file's options first
+            parser = _Parser()
+            add_sglang_flags(parser)
+            parser.parse_args(list(args))
+        return prepare_server_args(list(args))
+    except (ValueError, AssertionError) as error:
+        raise FlagError(" ".join(str(error).split()) or repr(error)) from error
+
+
+def run(server_args: Any, *, program: str) -> None:
+    """Run SGLang's server; returns when it ends, with no process left behind.
+
+    Raises:
+        SystemExit: it failed, or Ctrl-C ended it.
+    """
+    from sglang.launch_server import run_server
+
+    from sglang_afd.upstream.ending import ending
+
+    with ending(program):
+        run_server(server_args)
 
 
 def add_sglang_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,9 +85,15 @@ def switched_off(names: Iterable[str]) -> list[str]:
     return found
 
 
-def make_engine(args: Sequence[str]) -> Any:
-    """SGLang's offline engine, started with the server's `args`."""
+def make_engine(server_args: Any) -> Any:
+    """SGLang's offline engine, started with the server's arguments."""
     from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.server_args import prepare_server_args
 
-    return Engine(server_args=prepare_server_args(list(args)))
+    return Engine(server_args=server_args)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print hundreds of lines of usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise FlagError(message)

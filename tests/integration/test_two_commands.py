@@ -34,6 +34,11 @@ def command(role: str, port: int, attention: int, ffn: int, *flags: str) -> list
     ]
 
 
+def last_line(world: World) -> str:
+    """Where a command that failed names the cause."""
+    return world.log.splitlines()[-1]
+
+
 @pytest.fixture
 def pair(start: Start) -> Callable[..., tuple[World, World]]:
     """Start both commands: ``pair(attention, ffn, *flags)``."""
@@ -110,9 +115,9 @@ def test_unequal_configuration(
         flags = [str(checkpoints(f)) if f in CHECKPOINTS else f for f in given]
         worlds.append(start(command(role, port, 1, 1, *flags)))
     for world in worlds:
-        assert world.wait_ended(END_WITHIN) != 0
+        assert world.wait_ended(END_WITHIN) == 1
     for world in worlds:
-        assert f"configured differently: {named}" in world.log, world.tail()
+        assert f"configured differently: {named}" in last_line(world), world.tail()
         assert "start every command with the same flags" in world.log
 
 
@@ -125,6 +130,27 @@ def test_checkpoint_at_two_paths(
     front = start(command("attention", port, 1, 1, "--model-path", str(checkpoints("embedded"))))
     start(command("ffn", port, 1, 1, "--model-path", str(there)))
     front.wait_healthy()
+
+
+def test_one_http_port_for_both(start: Start) -> None:
+    """Only one of the commands could listen there: both end at once, and say so."""
+    port, http = free_port(), free_port()
+    worlds = [start(command(role, port, 1, 1), port=http) for role in ("attention", "ffn")]
+    for world in worlds:
+        assert world.wait_ended(END_WITHIN) == 1
+    for world in worlds:
+        assert f"listen for HTTP at port {http} of this machine" in last_line(world), world.tail()
+
+
+def test_ctrl_c(pair: Pair) -> None:
+    """As a terminal does: to every process of the command.  No traceback; the peer ends too."""
+    front, back = pair(1, 1)
+    front.wait_healthy()
+    os.killpg(front.pid, signal.SIGINT)
+    assert front.wait_ended(STOP) == 130
+    assert back.wait_ended(STOP) == 0
+    for world in (front, back):
+        assert "Traceback" not in world.log, world.tail()
 
 
 def test_wrong_peer_address(start: Start) -> None:
@@ -147,5 +173,6 @@ def test_killed_rank(pair: Pair, role: str) -> None:
     name = f"{'attention' if role == 'attention' else 'FFN'} rank 0 (world rank {rank})"
     scheduler(victim.pid, rank).kill()
     for world in (front, back):
-        assert world.wait_ended(END_WITHIN) != 0
-    assert f"{name} was ended by SIGKILL" in victim.log, victim.tail()
+        assert world.wait_ended(END_WITHIN) == 1
+        assert last_line(world).startswith("launch_server: error: "), world.tail()
+    assert f"{name} was ended by SIGKILL" in last_line(victim), victim.tail()

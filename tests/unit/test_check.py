@@ -15,6 +15,7 @@ from sglang_afd import check, start
 from sglang_afd.gate import GATES, Finding
 from sglang_afd.machine import Gpu, Machine, visible
 from sglang_afd.running import free_port
+from sglang_afd.upstream import server
 from tests.support.gate_facts import ONE_OF_EACH, write_model
 
 
@@ -45,6 +46,20 @@ def test_looking_at_the_machine_imports_nothing_heavy() -> None:
     assert run.stdout.strip() == "[]"
 
 
+@pytest.fixture
+def sglang_says(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What SGLang's parser, which takes seconds to import, complains of under ``error``."""
+    says: dict[str, str] = {}
+
+    def parse(args: object) -> None:
+        if says:
+            raise server.FlagError(says["error"])
+
+    monkeypatch.setattr(server, "parse", parse)
+    monkeypatch.setattr(start, "_set_cpu_environment", lambda *args: None)
+    return says
+
+
 def run_check(*argv: str) -> tuple[int, str]:
     """Exit status and output of ``sglang_afd.check``."""
     output = StringIO()
@@ -53,17 +68,79 @@ def run_check(*argv: str) -> tuple[int, str]:
     return status, output.getvalue()
 
 
-def test_check_prints_every_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_prints_every_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sglang_says: dict[str, str]
+) -> None:
     monkeypatch.setattr(start, "this_machine", Machine)
     argv = ("--model-path", str(write_model(tmp_path)), "--port", str(free_port()), *ONE_OF_EACH)
     status, text = run_check(*argv)
     assert status == 0
-    assert text.count("  pass  ") == len(GATES) and "FAIL" not in text
+    assert text.count("  pass  ") == len(GATES) + 1 and "FAIL" not in text
     status, text = run_check(*argv, "--afd-ffn-ranks", "3", "--enable-lora")
     assert status == 1
-    assert text.count("  pass  ") == len(GATES) - 2 and text.count("  FAIL  ") == 2
+    assert text.count("  pass  ") == len(GATES) - 1 and text.count("  FAIL  ") == 2
     assert "mend: choose a product out of 1, 2, 4, 8, 16" in text
     assert "mend: merge the adapter into the checkpoint" in text
+    sglang_says["error"] = "unrecognized arguments: --foo"
+    status, text = run_check(*argv)
+    assert status == 1
+    assert "SGLang's flags  FAIL  unrecognized arguments: --foo" in text
+
+
+def test_flags_that_sglang_does_not_take_are_one_line(tmp_path: Path) -> None:
+    """Its own parser decides, and its usage, hundreds of lines, is not shown."""
+    model = ("--model-path", str(write_model(tmp_path)), "--device", "cpu")
+    flags = [*model, "--port", str(free_port()), *ONE_OF_EACH]
+    code = (
+        "import sys; from sglang_afd import check, launch_server\n"
+        "def end(main, *argv):\n"
+        "    try: return main(argv)\n"
+        "    except SystemExit as end: return end.code\n"
+        "flags = sys.argv[1:]\n"
+        "print(end(check.main, *flags, '--foo', '1'))\n"
+        "print(end(check.main, *flags, '--page-size', 'x'))\n"
+        "print(end(launch_server.main, *flags, '--page-size', 'x'))\n"
+        "print(end(launch_server.main, *flags[:4], '--bar', '1'))"
+    )
+    run = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True)
+    assert "SGLang's flags  FAIL  unrecognized arguments: --foo 1" in run.stdout
+    assert "SGLang's flags  FAIL  argument --page-size: invalid int value: 'x'" in run.stdout
+    lines = run.stdout.splitlines()
+    assert (lines.count("1"), lines.count("2")) == (2, 2), run.stdout
+    errors = [line for line in run.stderr.splitlines() if "error: " in line]
+    assert errors == [
+        "launch_server: error: argument --page-size: invalid int value: 'x'; see --help",
+        "launch_server: error: unrecognized arguments: --bar 1; see --help",
+    ]
+    assert "usage" not in run.stderr
+
+
+def test_help_shows_our_flags_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "add_sglang_flags", lambda parser: parser.add_argument("--theirs"))
+    monkeypatch.setenv("SGLANG_AFD_CPU", "1")
+    with pytest.raises(SystemExit) as end:
+        start.prepare(["--help"], program="launch_server")
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    usage, description, ours = text.split("\n\n")[:3]
+    assert usage.startswith("usage: python -m sglang_afd.launch_server") and len(usage) < 200
+    assert "--model-path is optional" in description and "embedded" in description
+    assert ours.startswith("attention-FFN disaggregation:")
+    assert text.index("--afd-role") < text.index("--theirs")
+    assert text.count("usage:") == 1
+
+
+@pytest.mark.parametrize("module", ["launch_server", "check", "demo", "features"])
+def test_a_missing_dependency_is_one_line(module: str) -> None:
+    """As with the system's Python in place of .venv's."""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-S", "-m", f"sglang_afd.{module}"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=root, env={})
+    assert run.returncode == 1 and not run.stdout
+    [line] = run.stderr.splitlines()
+    assert "has no package msgspec; run `make setup`, then `source .venv/bin/activate`" in line
 
 
 def test_check_draws_a_table(capsys: pytest.CaptureFixture[str]) -> None:

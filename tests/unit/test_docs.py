@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -39,3 +40,19 @@ def test_make_target_exists(target: str) -> None:
 def test_links_lead_somewhere(document: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
         assert (document.parent / link).exists(), link
+
+
+PROGRAMS = [
+    path
+    for folder in ("sglang_afd", "benchmarks", "tools")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "add_argument(" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_every_option_is_explained(program: Path) -> None:
+    """In --help; an option without a help text is a riddle there."""
+    for node in ast.walk(ast.parse(program.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            assert any(keyword.arg == "help" for keyword in node.keywords), ast.unparse(node)

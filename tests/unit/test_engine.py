@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from sglang_afd import start
-from sglang_afd.engine import Engine, to_argv
+from sglang_afd.engine import Engine, in_keywords, to_argv
+from sglang_afd.flags import add_flags
 from sglang_afd.platform.defaults import cpu_environment
+from sglang_afd.upstream import server
 
 OFF = """
 import json, sys
@@ -49,9 +52,9 @@ def test_switches_lists_and_dictionaries() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"afd_attention_ranks": 1}, "--afd-ffn-ranks"),
+        ({"afd_attention_ranks": 1}, "give both afd_attention_ranks and afd_ffn_ranks"),
         ({"afd_attention_ranks": 1, "afd_ffn_ranks": 5}, "5"),
-        ({"afd_attention_ranks": 1, "afd_ffn_ranks": 1, "tp_size": 2}, "--tp-size"),
+        ({"afd_attention_ranks": 1, "afd_ffn_ranks": 1, "tp_size": 2}, "^tp_size is set by"),
         ({"afd_attention_ranks": False, "afd_ffn_ranks": 1}, "'False'"),
         ({"afd_attention_ranks": 1, "afd_ffn_ranks": 1, "server_args": 1}, "takes no server_args"),
     ],
@@ -80,3 +83,29 @@ def test_false_is_said_or_refused() -> None:
     )
     said = [line.removeprefix("SAID ") for line in done.stdout.splitlines() if "SAID" in line]
     assert list(map(json.loads, said)) == list(expected.values()), done.stderr[-2000:]
+
+
+def test_what_sglang_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error to catch, not an exit; in the spelling of keyword arguments."""
+
+    def parse(args: list[str]) -> None:
+        assert args[:2] == ["--foo", "3"]
+        raise server.FlagError("unrecognized arguments: --foo 3")
+
+    monkeypatch.setattr(start, "resolve", lambda argv, program: start.Command(None, argv))
+    monkeypatch.setattr(server, "install_plugins", lambda: None)
+    monkeypatch.setattr(server, "parse", parse)
+    with pytest.raises(start.Refused, match=r"^unrecognized arguments: foo 3$"):
+        Engine(foo=3)
+
+
+def test_messages_speak_of_keywords() -> None:
+    said = in_keywords("--afd-role ffn needs --nnodes 2; see --help for the --afd-* flags")
+    assert said == "afd_role ffn needs nnodes 2; see --help for the afd_* flags"
+
+
+def test_every_afd_argument_is_documented() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser)
+    for action in parser._actions:
+        assert f"``{action.dest}``" in (Engine.__doc__ or "")

@@ -22,6 +22,7 @@ from sglang_afd.features import (
     refused,
     refused_request,
 )
+from sglang_afd.features import __main__ as features_command
 from sglang_afd.features.reviewed import PASSED, SETTINGS
 from sglang_afd.flags import OWNED
 
@@ -215,3 +216,16 @@ def test_refused_requests_are_found() -> None:
     for request in ("/flush_cache", "/nothing"):
         with pytest.raises(KeyError):
             refused_request(request)
+
+
+@pytest.mark.parametrize("argument", ["--help", "--frobnicate", "out.md"])
+def test_only_the_bare_command_writes_the_document(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argument: str
+) -> None:
+    monkeypatch.setattr(features_command, "DOCUMENT", tmp_path / "features.md")
+    with pytest.raises(SystemExit) as end:
+        features_command.main([argument])
+    assert end.value.code == (0 if argument == "--help" else 2)
+    assert not (tmp_path / "features.md").exists()
+    features_command.main([])
+    assert (tmp_path / "features.md").read_text() == document()

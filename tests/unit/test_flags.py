@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sglang_afd import start
 from sglang_afd.command_line import WHOLE_FLAGS, expand_config_file, int_value, last_value, values
 from sglang_afd.config import AfdConfig, ConfigError
-from sglang_afd.flags import OWNED, parse
+from sglang_afd.flags import FFN_PORT, OWNED, parse
 from sglang_afd.machine import Machine
 from sglang_afd.topology import Role, TopologyError
 
@@ -118,6 +118,17 @@ def test_flags_that_afd_sets_are_refused(spelling: str) -> None:
 def test_abbreviations_of_flags_that_afd_sets_are_refused(abbreviation: str) -> None:
     with pytest.raises(ConfigError, match="is set by"):
         parse([*COUNTS, abbreviation, "4"], transport="gloo")
+
+
+def test_an_ffn_command_leaves_the_default_port_to_its_peer() -> None:
+    def port(role: str, rank: str, *flags: str) -> str | None:
+        argv = [*COUNTS, "--afd-role", role, "--node-rank", rank, *TWO, *flags]
+        return last_value(parse(argv, transport="gloo").sglang_args, "--port")
+
+    assert port("attention", "0") is None
+    assert port("ffn", "1") == str(FFN_PORT) != "30000"
+    assert port("ffn", "1", "--port", "30000") == "30000"
+    assert port("ffn", "1", "--port=30000") == "30000"
 
 
 def test_two_commands() -> None:

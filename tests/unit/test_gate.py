@@ -68,6 +68,11 @@ BAD_MODELS = [
     ({"num_experts": None}, (), "has no num_experts; save the checkpoint with transformers"),
     ({"mlp_only_layers": [0, 1]}, (), "has no MoE layer, so FFN ranks would hold nothing; serve"),
     ({"num_experts_per_tok": 17}, (), "17 experts a token; AFD carries 16 at most"),
+    (
+        {"max_position_embeddings": 512},
+        ("--context-length", "513"),
+        "--context-length 513 is over the 512 tokens that config.json gives the model; lower it",
+    ),
     ({}, ("--load-format", "gguf"), "--load-format gguf reads whole checkpoints"),
     ({}, ("--load-format=pt",), "--load-format pt reads whole checkpoints"),
     (
@@ -107,6 +112,23 @@ def test_model_gate_refuses(
 ) -> None:
     texts = refused(make_facts(write_model(tmp_path, **changes), *flags, machine=GPUS), "model")
     assert len(texts) == 1 and expected in texts[0], texts
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "environment"),
+    [
+        (("--context-length", "512"), {}, {}),
+        (("--context-length", "8k"), {}, {}),
+        (("--context-length", "1024"), {"rope_scaling": {"factor": 2.0}}, {}),
+        (("--context-length", "9999"), {"max_position_embeddings": None}, {}),
+        (("--context-length", "513"), {}, {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}),
+    ],
+)
+def test_model_gate_passes_contexts_that_sglang_takes(
+    tmp_path: Path, flags: tuple[str, ...], changes: dict, environment: dict[str, str]
+) -> None:
+    model = write_model(tmp_path, **{"max_position_embeddings": 512, **changes})
+    assert refused(make_facts(model, *flags, **environment), "model") == []
 
 
 def test_model_gate_refuses_fp8_on_a_cpu(tmp_path: Path) -> None:
@@ -384,6 +406,21 @@ def test_rendezvous_ports_are_the_attention_commands(tmp_path: Path, offset: int
                 assert not texts
             else:
                 assert f"port {port + offset} of 127.0.0.1 is taken" in texts[0]
+
+
+@pytest.mark.parametrize("role", ["attention", "ffn"])
+def test_http_port_among_the_rendezvous_ports_is_refused(tmp_path: Path, role: str) -> None:
+    rank = "0" if role == "attention" else "1"
+    flags = ("--afd-role", role, "--nnodes", "2", "--node-rank", rank)
+    for offset, collides in ((0, True), (1, True), (6, True), (7, False), (13, True)):
+        port = free_port()
+        facts = make_facts(
+            write_model(tmp_path),
+            *flags,
+            *("--dist-init-addr", f"127.0.0.1:{port}", "--port", str(port + offset)),
+        )
+        found = [text for text in refused(facts, "addresses") if "follow from" in text]
+        assert bool(found) is collides, offset
 
 
 def test_addresses_parse() -> None:

@@ -40,6 +40,12 @@ BODIES: dict[str, dict] = {
     },
     "/send_weights_to_remote_instance": {"master_address": "x", "ports": "1"},
     "/weights_checker": {"action": "checksum"},
+    "/load_lora_adapter": {"lora_name": "x", "lora_path": "x"},
+    "/load_lora_adapter_from_tensors": {
+        "lora_name": "x",
+        "config_dict": {},
+        "serialized_named_tensors": ["eA=="],
+    },
     "/get_weights_by_name": {"name": "x"},
     "/release_memory_occupation": {},
     "/resume_memory_occupation": {},
@@ -52,6 +58,8 @@ FIELDS: dict[str, dict] = {
     "video_data": {"video_data": "x.mp4"},
     "audio_data": {"audio_data": "x.wav"},
     "return_routed_experts": {"return_routed_experts": True},
+    "return_hidden_states": {"return_hidden_states": True},
+    "lora_path": {"lora_path": "x"},
     "sampling_params.beam_width": {"sampling_params": {"beam_width": 2}},
 }
 PROGRAM = """
@@ -96,14 +104,20 @@ def run(program: str, mark: str, *argv: str) -> list:
     return [json.loads(line) for line in lines]
 
 
+EMBEDDINGS = ("/encode", "/classify")
+"""``/v1/embeddings`` makes the same requests; its handler needs a running server."""
+
+
 @pytest.fixture(scope="module")
 def answers() -> dict[str, tuple[int, str]]:
     """Status and text of the answer to every refused request."""
     generate = {"text": "x", "sampling_params": {}}
     requests = [[path, body] for path, body in BODIES.items()]
     requests += [["/generate", {**generate, **fields}] for fields in FIELDS.values()]
+    requests += [[path, {"text": "x"}] for path in EMBEDDINGS]
     printed = run(PROGRAM, "ANSWER ", json.dumps(requests))
-    return {name: tuple(answer) for name, answer in zip([*BODIES, *FIELDS], printed, strict=True)}
+    names = [*BODIES, *FIELDS, *EMBEDDINGS]
+    return {name: tuple(answer) for name, answer in zip(names, printed, strict=True)}
 
 
 @pytest.mark.parametrize("request_name", [*BODIES, *FIELDS])
@@ -111,15 +125,22 @@ def test_refused_request(answers: dict[str, tuple[int, str]], request_name: str)
     status, text = answers[request_name]
     feature = refused_request(request_name)
     assert status == 400, text
-    assert f"AFD refuses {request_name}: {feature.reason}; {feature.mend}" in text
+    mend = feature.mend
+    if request_name.startswith("/"):
+        mend = mend.replace("leave it out", "do not call it")
+    assert f"AFD refuses {request_name}: {feature.reason}; {mend}" in text
 
 
-def test_every_row_with_hooked_requests_is_tried() -> None:
-    """Rows whose requests SGLang itself refuses, without the feature's flag, are not hooked."""
-    left_to_sglang = {"/load_lora_adapter", "lora_path", "return_hidden_states"}
-    left_to_sglang |= {"/encode", "/classify", "/v1/embeddings"}
+@pytest.mark.parametrize("request_name", EMBEDDINGS)
+def test_refused_embeddings(answers: dict[str, tuple[int, str]], request_name: str) -> None:
+    status, text = answers[request_name]
+    assert status == 400, text
+    assert f"AFD refuses embeddings: {refused_request(request_name).reason}" in text
+
+
+def test_every_row_with_requests_is_tried() -> None:
     listed = {name for f in FEATURES if not f.served for name in f.requests}
-    assert listed - left_to_sglang == {*BODIES, *FIELDS}
+    assert listed - {"/v1/embeddings"} == {*BODIES, *FIELDS, *EMBEDDINGS}
 
 
 def test_ports_are_those_sglang_derives() -> None:

@@ -1,0 +1,28 @@
+"""The loads that balancers read are those of the ranks that take requests."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from sglang_afd.config import AfdConfig
+from sglang_afd.upstream.hooks import Hook, Kind
+
+
+def hooks(config: AfdConfig) -> tuple[Hook, ...]:
+    """Hooks of the tokenizer process."""
+
+    async def attention_loads(
+        original: Callable[..., Awaitable[list[Any]]], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        loads = await original(*args, **kwargs)
+        return [load for load in loads if load.dp_rank < config.attention_ranks]
+
+    return (
+        Hook(
+            "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_loads",
+            Kind.AROUND,
+            attention_loads,
+            "/v1/loads would show FFN ranks as idle, with room for requests",
+        ),
+    )
