@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.agreement import Continuation
 
 from benchmarks import two_gpus
-from benchmarks.agreement import Continuation
 
 pytestmark = pytest.mark.unit
 

@@ -6,7 +6,6 @@ import threading
 from typing import Any
 
 import pytest
-
 from benchmarks.agreement import Continuation, compare, continue_greedily, random_prompts, record
 
 pytestmark = pytest.mark.unit
