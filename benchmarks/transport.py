@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from benchmarks.progress import say
-from benchmarks.two_gpus import identity
 from sglang_afd.dispatch.channel import (
     Arena,
     AttentionEnd,
@@ -32,6 +31,7 @@ from sglang_afd.dispatch.channel import (
 )
 from sglang_afd.dispatch.transport import RoutedRows
 from sglang_afd.topology import Topology
+from sglang_afd.validate import environment
 
 TOKENS = (1, 16, 64, 128, 256, 512)
 HIDDEN = (2048, 4096)
@@ -52,7 +52,7 @@ def main() -> None:
         for tokens in TOKENS:
             results.append(_one_gpu(tokens, hidden))
             say(json.dumps(results[-1]))
-    record = {"identity": identity(), "one_gpu": args.one_gpu, "results": results}
+    record = {"identity": environment.describe(), "one_gpu": args.one_gpu, "results": results}
     args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

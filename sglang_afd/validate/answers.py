@@ -35,7 +35,7 @@ class Continuation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: list[int]
     logprobs: list[float]
     """Of every token, in nats."""
-    gaps: list[float]
+    gaps: list[float] = []
     """By how much every token leads the second best, in nats; empty where nobody asked."""
 
 

@@ -30,8 +30,10 @@ def draw(report: Report, path: Path) -> None:
         below.plot(positions, result.margins, ".-", lw=0.5, ms=4, color=line[0].get_color())
     above.set(yscale="log", ylim=(0.8, BEYOND * 1.3), ylabel="rank of the reference's token")
     tie = report.thresholds.near_tie
-    below.set(yscale="symlog", xlabel="position in the sequence", xscale="log")
     below.set_yscale("symlog", linthresh=tie / 10)
+    below.set(xlabel="position in the sequence", xscale="log")
+    highest = max((margin for result in report.results for margin in result.margins), default=0.0)
+    below.set_ylim(-tie / 20, 3 * max(tie, highest))
     below.set_ylabel("lead of the candidate's\nbest token, nats")
     below.axhline(tie, color="grey", lw=0.8, ls="--")
     above.set_title(

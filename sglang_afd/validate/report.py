@@ -108,6 +108,9 @@ class Layers(_Part):
     """Experts that all wrong rows of `last_layer` went to."""
 
 
+NO_LAYERS = Layers(available=False, note="no layers were compared", layers=[])
+
+
 class Report(_Part):
     """All of it."""
 

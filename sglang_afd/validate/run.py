@@ -13,6 +13,7 @@ from sglang_afd.validate.answers import Continuation, Unanswered
 from sglang_afd.validate.candidate import CandidateAnswers
 from sglang_afd.validate.comparison import all_prompts
 from sglang_afd.validate.report import (
+    NO_LAYERS,
     VERSION,
     Asked,
     Identity,
@@ -25,8 +26,6 @@ from sglang_afd.validate.report import (
 )
 from sglang_afd.validate.settings import Settings
 from sglang_afd.validate.sides import SideAnswers, SideFailed, redacted
-
-NOTHING = Layers(available=False, note="nothing was compared", layers=[])
 
 
 def run(settings: Settings, command: Sequence[str], waiting: Waiting) -> Report:
@@ -48,7 +47,7 @@ def run(settings: Settings, command: Sequence[str], waiting: Waiting) -> Report:
     )
     results: list[PromptResult] = []
     problems: list[Problem] = []
-    compared = NOTHING
+    compared = NO_LAYERS
     if not other or content == other:  # else the answers say nothing, and nobody need wait for them
         try:
             reference = references.answer(settings, waiting)

@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # from the inside out; members of a layer do not know each other
     (
         *("topology", "kernels", "families", "addresses", "machine", "embedded", "observe"),
-        *("identity", "rollcall", "spec"),
+        *("identity", "progress", "rollcall", "spec"),
     ),
     ("config", "dispatch"),
     ("command_line", "context", "ffn"),
@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gate", "platform", "running"),
     ("plugin",),
     ("start",),
-    ("check", "demo", "engine", "launch_server"),
+    ("check", "demo", "engine", "launch_server", "validate"),
     ("__init__",),
 )
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
