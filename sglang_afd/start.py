@@ -75,6 +75,9 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
             f"({facts.why_transport})",
             flush=True,
         )
+    if command.config is not None and not on_cpu:
+        # Compiling for every number of rows, used or not, takes longer than a start may.
+        os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
     if on_cpu:
         from sglang_afd.platform.defaults import cpu_server_args
 
