@@ -25,8 +25,6 @@ from sglang_afd.machine import this_machine
 from sglang_afd.plugin import CPU_ENV
 from sglang_afd.topology import TopologyError
 
-INTERRUPTED = 130
-"""Status of a command that Ctrl-C has ended, as shells have it."""
 _SGLANG_FLAGS = "SGLang's flags"
 _MODEL_FLAGS = ("--model-path", "--model")
 

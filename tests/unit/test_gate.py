@@ -290,26 +290,19 @@ def test_transport_gate_refuses_deepep_on_a_cpu(tmp_path: Path) -> None:
 
 def unreachable(*pairs: tuple[int, int]) -> Machine:
     """Eight H200s, of which the first of each pair cannot write to the second."""
-    gpus = [
-        Gpu(
-            "H200",
-            (9, 0),
-            f"GPU-{i}",
-            unreachable=frozenset(f"GPU-{b}" for a, b in pairs if a == i),
-        )
-        for i in range(8)
-    ]
+    out = [frozenset(f"GPU-{b}" for a, b in pairs if a == index) for index in range(8)]
+    gpus = [Gpu("H200", (9, 0), f"GPU-{i}", unreachable=peers) for i, peers in enumerate(out)]
     return Machine(tuple(gpus), GPUS.packages)
 
 
-SMALL = Machine((Gpu("H200", (9, 0), memory=2**30),) * 8, GPUS.packages)
+SMALL = Machine((Gpu("H200", (9, 0), memory=2**29),) * 8, GPUS.packages)
 NVLINK = ("--afd-transport", "nvlink")
 BAD_NVLINK: list[tuple[dict, tuple[str, ...], Machine, str]] = [
     ({"hidden_size": 2056}, (), GPUS, "do not divide hidden size 2056; use --afd-transport gloo"),
     ({"num_experts_per_tok": 17, "num_experts": 32}, (), GPUS, "carries 16 experts a token, the"),
     ({}, ("--moe-runner-backend", "deep_gemm"), GPUS, "--moe-runner-backend deep_gemm does not"),
-    ({}, (), unreachable((3, 5)), "which H200 GPU-3 cannot for GPU-5; use --afd-transport deepep"),
-    ({}, (), SMALL, "of an FFN rank's 1.00 GiB, over 25%; lower --afd-max-tokens-per-rank or"),
+    ({}, (), unreachable((0, 1)), "which H200 GPU-0 cannot for GPU-1; use --afd-transport deepep"),
+    ({}, (), SMALL, "of an FFN rank's 512.0 MiB, over 25%; lower --afd-max-tokens-per-rank or"),
 ]
 
 
