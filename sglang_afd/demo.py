@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_afd import embedded
+from sglang_afd.causes import INTERRUPTED
 from sglang_afd.machine import this_machine
 from sglang_afd.observe.holdings import Holdings, size
 from sglang_afd.progress import Waiting, log_tick
 from sglang_afd.running import Server, ServerFailed, serve
-from sglang_afd.start import INTERRUPTED
 
 _START_TIMEOUT = 400.0
 

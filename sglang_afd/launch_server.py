@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from sglang_afd import start
+from sglang_afd.causes import INTERRUPTED
 from sglang_afd.upstream import server
 
 PROGRAM = "launch_server"
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         server.install_plugins()
         arguments = server.parse(command.sglang_args)
     except KeyboardInterrupt:
-        raise SystemExit(start.INTERRUPTED) from None
+        raise SystemExit(INTERRUPTED) from None
     except server.FlagError as error:
         start.fail(PROGRAM, f"{error}; see --help")
     server.run(arguments, program=PROGRAM)

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sglang_afd.causes import INTERRUPTED
 from sglang_afd.progress import Waiting
-from sglang_afd.start import INTERRUPTED, fail
+from sglang_afd.start import fail
 from sglang_afd.validate import plot, report
 from sglang_afd.validate.command import Impossible, parser, resolve
 from sglang_afd.validate.report import Report

@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # from the inside out; members of a layer do not know each other
     (
         *("topology", "kernels", "families", "addresses", "machine", "embedded", "observe"),
-        *("identity", "progress", "rollcall", "spec"),
+        *("identity", "progress", "rollcall", "causes", "spec"),
     ),
     ("config", "dispatch"),
     ("command_line", "context", "ffn"),
