@@ -116,17 +116,29 @@ def _write(
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    remote = AfdConfig.from_environment() is not None
-    if not taken or (parallel.tp_size > 1 and not remote):
+    if not taken or (parallel.tp_size > 1 and AfdConfig.from_environment() is None):
         return
-    # Attention TP deals a DP rank's rows, padded, in equal parts.
+    tensors = _kept(numbers, positions, taken, parallel.attn_tp_rank)
+    if tensors is not None:
+        write(folder, f"rank{parallel.tp_rank}-{next(_files)}", tensors)
+
+
+def _kept(
+    numbers: torch.Tensor, positions: torch.Tensor, taken: dict[str, torch.Tensor], place: int
+) -> dict[str, torch.Tensor] | None:
+    """The rows to be written of those that the experts saw; None if there are none.
+
+    Args:
+        numbers: [n] request numbers of the batch's rows, -1 where a row is not recorded.
+        positions: [n] places in their sequences.
+        taken: [m, ...] what this rank's experts saw: with attention TP, which deals a batch's rows,
+            padded, in equal parts, the part of the rank at `place`.
+    """
     here = next(iter(taken.values())).shape[0]
-    first = parallel.attn_tp_rank * here
-    numbers, positions = numbers[first : first + here], positions[first : first + here]
+    numbers = numbers[place * here : (place + 1) * here]
+    positions = positions[place * here : (place + 1) * here]
     kept = ((numbers >= 0) & (positions < MAX_POSITION)).nonzero().flatten()
     if not len(kept):
-        return
+        return None
     tensors = {name: tensor[: len(numbers)].cpu()[kept] for name, tensor in taken.items()}
-    tensors["request"] = numbers[kept].int()
-    tensors["position"] = positions[kept].int()
-    write(folder, f"rank{parallel.tp_rank}-{next(_files)}", tensors)
+    return {**tensors, "request": numbers[kept].int(), "position": positions[kept].int()}

@@ -39,5 +39,6 @@ def draw(report: Report, path: Path) -> None:
     above.set_title(
         f"{report.layout} against {report.reference.kind}: {report.verdict}", fontsize="medium"
     )
-    above.legend(title="prompt", fontsize="x-small", ncols=2, loc="upper right")
+    if report.results:
+        above.legend(title="prompt", fontsize="x-small", ncols=2, loc="upper right")
     figure.savefig(path, dpi=120)

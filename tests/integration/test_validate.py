@@ -111,6 +111,20 @@ def test_a_fault_of_every_layer_begins_in_the_first(
     assert report.figures["top1_share"] < 0.9  # type: ignore[operator]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "more",
+    [("--afd-attention-tp", "2"), ("--chunked-prefill-size", "64", "--prompts", "mixed")],
+    ids=["attention TP", "chunks"],
+)
+def test_layers_are_recorded_however_rows_are_dealt(
+    validate: Validate, more: tuple[str, ...]
+) -> None:
+    status, report = validate(*flags("1A1F"), *more)
+    assert status == 0, report.reasons
+    assert len(report.layers.layers) == 4
+
+
 def test_one_nan_fails(validate: Validate) -> None:
     """Of one token in one layer, although every other answer is right."""
     status, report = validate(*flags("1A1F"), planted=faults.nan_once)
