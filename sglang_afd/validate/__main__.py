@@ -52,17 +52,23 @@ def _check(argv: Sequence[str]) -> int:
 def _validate(argv: Sequence[str]) -> int:
     own, passed_on = parser().parse_known_args(argv)
     console = Console()
-    if own.plot is not None and (problem := plot.missing()):
+    if own.plot is not None and (problem := plot.problem(own.plot)):
         fail(PROGRAM, problem)
+    if own.work is not None:
+        own.work.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="sglang_afd-validate-", dir=own.work))
-    console.print(f"Logs and recordings: {work}", highlight=False)
     try:
         settings = resolve(own, passed_on, work, program=PROGRAM)
+    except Impossible as error:
+        work.rmdir()
+        fail(PROGRAM, str(error))
+    except SystemExit:
+        work.rmdir()
+        raise
+    console.print(f"Logs and recordings: {work}", highlight=False)
+    try:
         with Waiting(console) as waiting:
             found = run(settings, argv, waiting)
-    except Impossible as error:
-        shutil.rmtree(work)
-        fail(PROGRAM, str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
     report.write(found, own.out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import shlex
 import sys
@@ -31,6 +32,7 @@ _PRECISIONS: dict[str, Precision] = {
     "half": "bfloat16",
     "float16": "bfloat16",
 }
+_NEW_TOKENS = 32
 _SPARE = 2  # tokens of the context that requests need beside prompt and continuation
 
 
@@ -90,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
         "--new-tokens",
         type=int,
         metavar="N",
-        help="tokens that each prompt is continued by (default: 32)",
+        help=f"tokens that each prompt is continued by (default: {_NEW_TOKENS})",
     )
     made.add_argument(
         "--preset",
@@ -143,6 +145,9 @@ def resolve(
     Raises:
         Impossible: the validator's own flags cannot be right.
     """
+    _check_spelling(passed_on)
+    if not own.out.absolute().parent.is_dir():
+        raise Impossible(f"--out: there is no folder {own.out.absolute().parent}")
     preset = presets.load(own.preset) if own.preset else None
     given = [*(preset.args if preset else ()), *passed_on]
     try:
@@ -173,7 +178,9 @@ def resolve(
         args += ["--model-path", str(embedded.path())]
     other = _local(own.reference_model_path, None) if own.reference_model_path else model
     config = facts.checkpoint.config or {}
-    new_tokens = own.new_tokens or (preset.new_tokens if preset else 32)
+    new_tokens = own.new_tokens
+    if new_tokens is None:
+        new_tokens = preset.new_tokens if preset else _NEW_TOKENS
     longest = _longest(facts, config) - new_tokens - _SPARE
     if new_tokens < 1 or longest < 1:
         raise Impossible(f"--new-tokens {new_tokens} leaves no room for a prompt in the context")
@@ -208,6 +215,16 @@ def resolve(
         answer_timeout=own.answer_timeout,
         work=work,
     )
+
+
+def _check_spelling(passed_on: Sequence[str]) -> None:
+    """SGLang would refuse a misspelt flag of ours only when the reference has long been asked."""
+    ours = [flag for action in parser()._actions for flag in action.option_strings]
+    for arg in passed_on:
+        name = arg.partition("=")[0]
+        close = difflib.get_close_matches(name, ours, n=1, cutoff=0.87)
+        if name.startswith("--") and close:
+            raise Impossible(f"{name} is no flag; {close[0]} is meant, perhaps")
 
 
 def _check_reference(reference: str, own: argparse.Namespace) -> None:

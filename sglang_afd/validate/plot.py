@@ -7,9 +7,15 @@ from pathlib import Path
 from sglang_afd.validate.answers import BEYOND
 from sglang_afd.validate.report import Report
 
+_FORMATS = (".png", ".svg", ".pdf")
 
-def missing() -> str:
-    """What to install before a plot can be drawn; empty: nothing."""
+
+def problem(path: Path) -> str:
+    """Why no plot can be drawn into `path`; empty: it can."""
+    if path.suffix not in _FORMATS:
+        return f"--plot {path} has no suffix of {', '.join(_FORMATS)}"
+    if not path.absolute().parent.is_dir():
+        return f"--plot: there is no folder {path.absolute().parent}"
     try:
         import matplotlib  # noqa: F401
     except ImportError:

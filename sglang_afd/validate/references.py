@@ -90,8 +90,8 @@ def _follow(command: Sequence[str], settings: Settings, total: int, waiting: Wai
     try:
         for line in worker.stdout:
             deadline = time.monotonic() + settings.answer_timeout
-            done = json.loads(line).get("done", 0) if line.startswith("{") else 0
-            waiting.update(f"reference: {done} of {total} prompts")
+            if line.startswith('{"done"'):  # libraries may print lines of their own
+                waiting.update(f"reference: {json.loads(line)['done']} of {total} prompts")
         code = worker.wait()
     finally:
         worker.kill()

@@ -168,9 +168,11 @@ def judge(report: Report) -> tuple[Literal["pass", "fail"], list[str]]:
         return "fail", reasons
     found = figures_of(report.results, report.layers)
     layers = f"; {len(report.layers.layers)} MoE layers agree" if report.layers.available else ""
+    equal, prompts = found["greedy_equal_prompts"], found["prompts"]
+    rest = "" if equal == prompts else ", the others part at near-ties"
     return "pass", [
-        f"{found['greedy_equal_prompts']} of {found['prompts']} prompts have equal greedy tokens, "
-        f"the rest part at near-ties; {found['top1_share']:.2%} of {found['positions']} positions "
+        f"{equal} of {prompts} prompts have equal greedy tokens{rest}; "
+        f"{found['top1_share']:.2%} of {found['positions']} positions "
         f"have the reference's token on top; largest logprob error "
         f"{found['largest_logprob_error']:.2g} nats{layers}"
     ]

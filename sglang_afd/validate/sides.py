@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import subprocess
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ def server_facts(server: Server) -> dict[str, Any]:
     """What an SGLang server says of itself: its version, its arguments, and AFD's layout."""
     try:
         info = server.call("/server_info")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return {"server_info": f"not given: {error}"}
     states = info.get("internal_states") or [{}]
     arguments = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_afd import embedded
+from sglang_afd.observe.recording import Recordings
 from sglang_afd.validate.report import Report
 from tests.support import faults
 from tests.support.layouts import STOCK
@@ -76,10 +77,16 @@ def test_a_right_deployment_passes(
 
 
 @pytest.mark.parametrize("reference", ["hf", "sglang"])
-def test_an_expert_that_is_one_percent_off_is_named(validate: Validate, reference: str) -> None:
+def test_an_expert_that_is_one_percent_off_is_named(
+    validate: Validate, tmp_path: Path, reference: str
+) -> None:
     status, report = validate(*flags("1A1F"), "--reference", reference, planted=faults.scale_expert)
     assert status == 1
     assert_localised(report)
+    [folder] = tmp_path.glob("sglang_afd-validate-*/recorded-reference")
+    recorded = Recordings(folder)
+    chosen = recorded.read(faults.SPOILT_LAYER, "experts", sorted(recorded.rows))
+    assert (chosen == faults.SPOILT_EXPERT).any(dim=1).float().mean() >= 0.05
 
 
 @pytest.mark.parametrize(

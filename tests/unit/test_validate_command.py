@@ -67,6 +67,9 @@ def test_prompts_are_cut_to_what_a_request_may_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (["--refrence", "sglang"], "--reference is meant"),
+        (["--out", "/none/report.json"], "there is no folder /none"),
+        (["--new-tokens", "0"], "leaves no room"),
         (["--reference", "vllm"], "--reference vllm is none"),
         (["--reference-args", "--tp-size 2"], "the reference sglang's"),
         (["--reference-python", "/none"], "is no program"),
@@ -87,6 +90,25 @@ def test_what_cannot_be_right_is_refused_at_once(
 ) -> None:
     with pytest.raises(Impossible, match=says):
         settle(tmp_path, *flags)
+
+
+@pytest.mark.parametrize("flags", [["--plot", "plot.gif"], ["--plot", "/none/plot.png"]])
+def test_a_plot_that_cannot_be_drawn_is_refused_at_once(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.main(flags)
+    assert end.value.code == 2 and "--plot" in capsys.readouterr().err
+
+
+def test_a_deployment_that_cannot_be_right_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--afd-attention-ranks", "0", "--afd-ffn-ranks", "1", "--work", str(tmp_path / "new")]
+    with pytest.raises(SystemExit) as end:
+        command.main(argv)
+    assert end.value.code == 2 and "--afd-attention-ranks is 0" in capsys.readouterr().err
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_a_refusal_is_one_line_and_leaves_nothing(
