@@ -97,7 +97,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--preset",
         choices=presets.names(),
-        help="layout and model of a published model; flags that are given count more",
+        help="layout and model of a published model, none of them run yet; flags that are given "
+        "count more",
     )
     made.add_argument(
         "--out",
