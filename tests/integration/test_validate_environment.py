@@ -1,9 +1,13 @@
-"""A reference in an environment of its own, which has nothing of this package."""
+"""The command itself, and a reference in an environment that has nothing of this package."""
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -12,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from sglang_afd.causes import INTERRUPTED
 from sglang_afd.observe.recording import Recordings
 from sglang_afd.progress import Waiting
 from sglang_afd.validate import references
@@ -19,6 +24,7 @@ from sglang_afd.validate.answers import Unanswered
 from sglang_afd.validate.command import parser, resolve
 from sglang_afd.validate.settings import Settings
 from sglang_afd.validate.sides import SideFailed
+from tests.support.processes import busy_seconds, end_session, session_members, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -71,3 +77,45 @@ def test_sglang_elsewhere_on_a_cpu_needs_this_package(elsewhere: str, tmp_path: 
     made = settings(tmp_path, "--reference-python", elsewhere, "--reference", "sglang")
     with pytest.raises(SideFailed, match="install sglang_afd there"):
         references.answer(made, silent())
+
+
+@pytest.mark.full
+def test_the_command_without_flags_takes_under_three_minutes(tmp_path: Path) -> None:
+    """On two idle cores; where others take them, its CPU time must leave room for that."""
+    out = tmp_path / "validation.json"
+    began, busy, own = time.monotonic(), busy_seconds(), children_seconds()
+    command = [sys.executable, "-m", "sglang_afd.validate", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850, cwd=tmp_path)
+    seconds, spent = time.monotonic() - began, children_seconds() - own
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    others = (busy_seconds() - busy - spent) / seconds / len(os.sched_getaffinity(0))
+    print(f"{seconds:.0f} s, {spent:.0f} s of CPU time; others took {others:.0%} of the cores")
+    assert seconds < 180 if others < 0.1 else spent < 240
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT], ids=lambda end: end.name)
+def test_ending_the_command_ends_what_it_started(end: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sglang_afd.validate", "--work", str(tmp_path)]
+    # A shell without job control starts what runs in the background with interrupts ignored.
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert wait_until(lambda: any(tmp_path.glob("*/reference.log")), 120)
+        time.sleep(1)
+        assert len(session_members(process.pid)) > 1, "the reference runs"
+        os.kill(process.pid, end)
+        assert process.wait(60) == INTERRUPTED
+        assert wait_until(lambda: not session_members(process.pid), 10)
+    finally:
+        end_session(process.pid)
+
+
+def children_seconds() -> float:
+    """CPU time of all children that have ended, their own children included."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
