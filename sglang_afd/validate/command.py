@@ -58,7 +58,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--reference",
-        help="hf: HF transformers; sglang: SGLang without AFD; or the URL of a running server "
+        help="hf: HF transformers, best in float32; sglang: SGLang without AFD, best in bfloat16 and "
+        "fp8; or the URL of a running server "
         "with OpenAI's completions API, SGLang or vLLM for example (default: hf)",
     )
     made.add_argument(

@@ -119,9 +119,9 @@ def test_a_fault_of_every_layer_begins_in_the_first(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("reference", ["hf", "sglang"])
-def test_bfloat16_passes(validate: Validate, reference: str) -> None:
-    status, report = validate(*flags("1A1F"), "--dtype", "bfloat16", "--reference", reference)
+def test_bfloat16_passes_against_the_same_kernels(validate: Validate) -> None:
+    """Not against HF, whose rounding decides this small model's experts otherwise."""
+    status, report = validate(*flags("1A1F"), "--dtype", "bfloat16", "--reference", "sglang")
     assert status == 0, report.reasons
     assert report.thresholds.precision == "bfloat16"
 
