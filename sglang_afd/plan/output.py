@@ -64,7 +64,8 @@ def show(
             + (f", TPOT at most {question.tpot * 1e3:g} ms" if question.tpot else "")
         )
     )
-    console.print(table(answer, rows))
+    if answer.by_layout():
+        console.print(table(answer, rows))
     if answer.refused:
         console.print("Cannot be:")
         for refused in answer.refused[:rows]:

@@ -148,4 +148,5 @@ def _memory(axes: Any, shown: list[Candidate]) -> None:
         )
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes.set_ylabel("GB a GPU")
-    axes.legend()
+    axes.set_ylim(top=1.25 * max(bottom))
+    axes.legend(ncols=3, fontsize=8, loc="upper center")

@@ -14,7 +14,7 @@ from sglang_afd.plan.step import Step, afd, cad, colocated
 from sglang_afd.plan.workload import Workload
 
 BATCHES = 12
-"""Batch sizes that are tried for each layout, up to its largest."""
+"""Even steps of the batch sizes that are tried for each layout."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,10 @@ def search(
 
 
 def batches(layout: Layout) -> list[int]:
-    """The batch sizes to try: `BATCHES` even steps up to the largest."""
-    steps = (layout.batch * (i + 1) / BATCHES for i in range(BATCHES))
-    return sorted({max(layout.lanes, int(step)) for step in steps})
+    """The batch sizes to try: powers of two, and `BATCHES` even steps up to the largest."""
+    even = [int(layout.batch * (i + 1) / BATCHES) for i in range(BATCHES)]
+    powers = [1 << i for i in range(layout.batch.bit_length())]
+    return sorted({max(layout.lanes, size) for size in (*even, *powers)})
 
 
 def step_of(question: Question, layout: Layout, batch: float) -> Step:

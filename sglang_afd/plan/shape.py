@@ -306,7 +306,7 @@ def _deepseek(text: _Text) -> tuple[LayerShape, ...]:
     queries = heads * (nope + rope)
     query = hidden * query_lora + query_lora * queries if query_lora else hidden * queries
     latent = heads * (lora + rope)
-    attention = {
+    attention: dict[str, Any] = {
         "attention": "mla",
         "projections": query
         + hidden * (lora + rope)
