@@ -130,6 +130,19 @@ def transport_buffers(
     shape: ModelShape, transport: str, layout: Topology, cap: int, block: int = 2048
 ) -> tuple[float, float]:
     """Bytes of a lane's buffers on an attention and on an FFN rank, a round's tensors included."""
+    return _buffers(shape, transport, layout, cap, block, passing=True)
+
+
+def kept_buffers(
+    shape: ModelShape, transport: str, layout: Topology, cap: int, block: int = 2048
+) -> tuple[float, float]:
+    """The same without a round's tensors."""
+    return _buffers(shape, transport, layout, cap, block, passing=False)
+
+
+def _buffers(
+    shape: ModelShape, transport: str, layout: Topology, cap: int, block: int, *, passing: bool
+) -> tuple[float, float]:
     rows = Rows(
         num_experts=shape.experts,
         hidden_size=shape.hidden,
@@ -140,7 +153,8 @@ def transport_buffers(
         block=whole("prefill block", block),
     )
     found = ESTIMATES["nvlink" if transport == FUSED else transport](layout, rows)
-    return float(sum(found.attention)), float(sum(found.ffn))
+    attention, ffn = (float(held.kept + passing * held.passing) for held in found)
+    return attention, ffn
 
 
 def _rest(gpu: GpuProfile, weights: float, lanes: int, buffers: float) -> Memory:

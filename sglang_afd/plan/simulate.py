@@ -100,7 +100,11 @@ def simulate(
         slow_f = _speeds(rng, ffn_ranks, noise.straggle)
         trace = []
         for layer in range(layers):
-            a, f = stages.attention[layer] * slow_a, stages.ffn[layer] * slow_f
+            # a lane's head comes before its next step's first layer (CAD: after the last layer)
+            head_a = stages.head if layer == 0 and not stages.head_on_ffn else 0.0
+            head_f = stages.head if layer == layers - 1 and stages.head_on_ffn else 0.0
+            a = (stages.attention[layer] + head_a) * slow_a
+            f = stages.ffn[layer] * slow_f
             for lane in range(lanes):
                 start = np.maximum(free_a, ready[lane])
                 free_a = start + a
@@ -109,30 +113,22 @@ def simulate(
                 if stages.ffn[layer] == 0:  # a dense layer: no exchange
                     ready[lane] = free_a
                     continue
-                own = f if shares is None else f * shares[number, layer, lane]
+                own = (f if shares is None else f * shares[number, layer, lane]) + head_f
                 begin = np.maximum(free_f, free_a.max() + stages.out[layer])
                 free_f = begin + own
                 trace.append(Span("ffn", lane, layer, float(begin[0]), float(free_f[0])))
                 ready[lane] = free_f.max() + stages.back[layer]
                 busy[1] += own.mean()
-        for lane in range(lanes):
-            if stages.head_on_ffn:
-                free_f = np.maximum(free_f, ready[lane].max()) + stages.head
-                ready[lane] = free_f.max()
-            else:
-                free_a = np.maximum(free_a, ready[lane]) + stages.head * slow_a
-                ready[lane] = free_a
         if noise.barrier:
             ready[:] = max(ready.max(), free_f.max())
         ready += noise.host_gap
         ends.append(float(ready.max()))
     begun = trace[0].start if trace else 0.0
     trace = [Span(s.role, s.lane, s.layer, s.start - begun, s.end - begun) for s in trace]
-    heads = lanes * stages.head * (steps + 1)
     return Simulated(
         steps=np.diff(ends),
-        attention_busy=float((busy[0] + (0 if stages.head_on_ffn else heads)) / ends[-1]),
-        ffn_busy=float((busy[1] + (heads if stages.head_on_ffn else 0)) / ends[-1]),
+        attention_busy=float(busy[0] / ends[-1]),
+        ffn_busy=float(busy[1] / ends[-1]),
         trace=trace,
     )
 

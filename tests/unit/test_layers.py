@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("attention", "checkpoint", "flags", "transports"),
     ("facts", "features"),
     ("model_gate", "transport_gate"),
+    ("plan",),
     ("upstream",),
     ("gate", "platform", "running"),
     ("plugin",),
