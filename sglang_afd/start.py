@@ -81,6 +81,8 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
         ranks = command.config.topology.world_size if command.config else _plain_ranks(args)
         _set_cpu_environment(ranks, program)
         args += cpu_server_args(args)
+    for name in (ENV, START_BY_ENV):  # an earlier command may have left them: not this one's
+        os.environ.pop(name, None)
     if command.config is not None:
         os.environ[ENV] = command.config.to_json()
         os.environ[START_BY_ENV] = str(began + command.config.startup_timeout)

@@ -62,6 +62,15 @@ def test_plain_sglang_gets_neither_deployment_nor_bound() -> None:
     assert ENV not in os.environ and START_BY_ENV not in os.environ
 
 
+@pytest.mark.parametrize("left", ["garbage", '{"attention_ranks":1,"ffn_ranks":1}'])
+def test_plain_sglang_is_not_part_of_a_deployment_that_was_left_in_the_environment(
+    left: str,
+) -> None:
+    os.environ.update({ENV: left, START_BY_ENV: "0.0"})
+    resolve()
+    assert ENV not in os.environ and START_BY_ENV not in os.environ
+
+
 @pytest.mark.parametrize("flags", [A1F1, ()], ids=["afd", "plain"])
 def test_values_that_the_cpu_platform_needs_replace_the_users(
     flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
