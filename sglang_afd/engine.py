@@ -27,7 +27,8 @@ def Engine(**arguments: Any) -> Any:
     Raises:
         sglang_afd.start.Refused: the arguments cannot be right, or a gate refuses them.
         ValueError: a False that SGLang's flags cannot say.
-        RuntimeError: SGLang was imported earlier, for another platform than it will run on.
+        RuntimeError: SGLang was imported earlier, for another platform than it will run on, or the
+            environment keeps it from loading this package's plugin.
 
     A process holds one deployment.  As with ``sglang.Engine``, call it under
     ``if __name__ == "__main__"``: child processes import the main module.

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from sglang_afd import start
+from sglang_afd.plugin import PluginError
 from sglang_afd.upstream import server
 
 PROGRAM = "launch_server"
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments = server.parse(command.sglang_args)
     except KeyboardInterrupt:
         raise SystemExit(start.INTERRUPTED) from None
+    except PluginError as error:
+        start.fail(PROGRAM, str(error))
     except server.FlagError as error:
         start.fail(PROGRAM, f"{error}; see --help")
     server.run(arguments, program=PROGRAM)
