@@ -17,8 +17,11 @@ from sglang_afd.config import ConfigError
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import UnsupportedModel
 from sglang_afd.features import refused
+from sglang_afd.platform.defaults import environment_problem
 from sglang_afd.topology import Role, TopologyError
 from sglang_afd.upstream.ports import Port, first_command_ports, one_command_ports
+
+MOST_CPU_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def _devices(facts: Facts) -> Iterator[Refusal]:
     if device not in (None, "cpu", "cuda"):
         yield Refusal(f"AFD does not run on --device {device}", "use cuda or cpu")
     elif facts.on_cpu:
-        return
+        yield from _cpu(facts)
     elif facts.machine.other_accelerator:
         yield Refusal("AFD runs on CUDA devices and on CPUs", "pass --device cpu")
     else:
@@ -108,6 +111,19 @@ def _devices(facts: Facts) -> Iterator[Refusal]:
                 "lower --afd-attention-ranks, --afd-ffn-ranks or --afd-attention-tp, start the "
                 "roles on two machines (--afd-role), or pass --device cpu",
             )
+
+
+def _cpu(facts: Facts) -> Iterator[Refusal]:
+    ranks = len(facts.config.local_ranks())
+    if ranks > MOST_CPU_RANKS:
+        yield Refusal(
+            f"{ranks} ranks would start on this machine's CPU, each a process with the memory of "
+            f"one; the most are {MOST_CPU_RANKS}",
+            "lower --afd-attention-ranks, --afd-ffn-ranks or --afd-attention-tp",
+        )
+    problem = environment_problem(facts.environment, ranks)
+    if problem:
+        yield Refusal.of(ConfigError(problem))
 
 
 def _topology_summary(facts: Facts) -> str:

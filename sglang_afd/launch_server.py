@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sglang_afd import start
-from sglang_afd.plugin import PluginError
+from sglang_afd import plugin, start
 from sglang_afd.upstream import server
 
 PROGRAM = "launch_server"
@@ -26,10 +25,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             plural = "s" if ranks > 1 else ""
             print(f"{PROGRAM}: starting {ranks} rank{plural} here; {_PATIENCE}", flush=True)
         server.install_plugins()
+        plugin.check_called()
         arguments = server.parse(command.sglang_args)
     except KeyboardInterrupt:
         raise SystemExit(start.INTERRUPTED) from None
-    except PluginError as error:
+    except plugin.PluginError as error:
         start.fail(PROGRAM, str(error))
     except server.FlagError as error:
         start.fail(PROGRAM, f"{error}; see --help")

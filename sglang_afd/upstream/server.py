@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from sglang_afd.plugin import check_called
-
 
 def is_imported() -> bool:
     """Whether this process has SGLang's runtime, and with it its platform, already."""
@@ -16,15 +14,10 @@ def is_imported() -> bool:
 
 
 def install_plugins() -> None:
-    """Load SGLang's plugins, ours among them; exits with one message if a hook does not take.
-
-    Raises:
-        PluginError: the environment keeps SGLang from ours; its child processes' is the same.
-    """
+    """Load SGLang's plugins, ours among them; exits with one message if a hook does not take."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    check_called()
 
 
 class FlagError(ValueError):

@@ -197,6 +197,7 @@ BAD_TOPOLOGIES = [
     (("--afd-ffn-ranks", "3"), "16 experts do not divide over 3 FFN ranks"),
     (("--afd-ffn-ranks", "5"), "choose a product out of 1, 2, 4, 8, 16"),
     (("--afd-attention-tp", "16"), "8 attention heads do not divide over --afd-attention-tp 16"),
+    (("--afd-attention-ranks", "64"), "65 ranks would start on this machine's CPU, each a process"),
     (("--device", "npu"), "AFD does not run on --device npu; use cuda or cpu"),
 ]
 
