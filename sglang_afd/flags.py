@@ -99,7 +99,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=100.0,
         metavar="SECONDS",
-        help="fail a rank that waits longer for a peer in one exchange (default: %(default)g)",
+        help="fail a rank that waits longer for a peer in one exchange (default: %(default)g); "
+        "deepep's own kernels give up after about 100 s, whatever is given here",
     )
     group.add_argument(
         "--afd-role",

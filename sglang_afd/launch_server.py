@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from sglang_afd import plugin, start
+from sglang_afd.causes import INTERRUPTED
 from sglang_afd.upstream import server
 
 PROGRAM = "launch_server"
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         plugin.check_called()
         arguments = server.parse(command.sglang_args)
     except KeyboardInterrupt:
-        raise SystemExit(start.INTERRUPTED) from None
+        raise SystemExit(INTERRUPTED) from None
     except plugin.PluginError as error:
         start.fail(PROGRAM, str(error))
     except server.FlagError as error:

@@ -25,8 +25,6 @@ from sglang_afd.machine import this_machine
 from sglang_afd.plugin import CPU_ENV
 from sglang_afd.topology import TopologyError
 
-INTERRUPTED = 130
-"""Status of a command that Ctrl-C has ended, as shells have it."""
 _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 _SGLANG_FLAGS = "SGLang's flags"
 _MODEL_FLAGS = ("--model-path", "--model")
@@ -76,6 +74,9 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
             f"({facts.why_transport})",
             flush=True,
         )
+    if command.config is not None and not on_cpu:
+        # Compiling for every number of rows, used or not, takes longer than a start may.
+        os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
     if on_cpu:
         from sglang_afd.platform.defaults import cpu_server_args, environment_problem
 

@@ -100,9 +100,9 @@ def _nvlink(facts: Facts) -> Iterator[Refusal]:
         host = rendezvous.rpartition("//")[2].rpartition(":")[0]
         if not is_local(host):
             yield Refusal(f"nvlink stays within one host, {host} is another", mend)
-    gpus = facts.machine.gpus
-    here = {gpu.uuid for gpu in gpus}
-    for gpu in gpus:
+    used = facts.gpus_used()
+    here = {gpu.uuid for gpu in used}
+    for gpu in used:
         if gpu.unreachable & here:
             yield Refusal(
                 f"nvlink writes into peers' memory, which {gpu.name} {gpu.uuid} cannot for "

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 from sglang_afd import causes
 from sglang_afd.addresses import port_problem
+from sglang_afd.causes import INTERRUPTED
 from sglang_afd.context import current
 from sglang_afd.dispatch.transport import ExchangeError
-from sglang_afd.start import INTERRUPTED
 from sglang_afd.upstream.handshake import StartError
 from sglang_afd.upstream.hooks import Hook, Kind
 

@@ -31,6 +31,7 @@ from sglang_afd import causes
 from sglang_afd.upstream import ending
 from sglang_afd.upstream.hooks import install
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
 install([hook for hook in ending.HOOKS if hook.target.endswith(".kill_process_tree")])
 
 
