@@ -141,7 +141,7 @@ def main() -> None:
     afd = Deployment(args.transport, args.shared_gpu)
     args.out.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
-    # Without this DeepGEMM compiles kernels for every number of rows, used or not.
+    # Plain SGLang, too, is to compile the kernels that it uses alone.
     os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
     # All servers of a run, and of the next one, share what DeepGEMM, Triton and others compiled.
     os.environ.setdefault("SGLANG_CACHE_DIR", str(args.work / "kernels"))

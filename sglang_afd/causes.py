@@ -14,6 +14,9 @@ from pathlib import Path
 ENV = "SGLANG_AFD_CAUSES"
 """Path of the file that a command's processes append to."""
 
+INTERRUPTED = 130
+"""Status of a command that Ctrl-C has ended, as shells have it."""
+
 _CAUSE, _CONSEQUENCE = "cause ", "after "
 _LONGEST = 1000  # characters of a note; it is one line of a terminal's scrollback
 

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_afd import embedded
+from sglang_afd.causes import INTERRUPTED
 from sglang_afd.machine import this_machine
 from sglang_afd.observe.holdings import Holdings, size
 from sglang_afd.running import Server, ServerFailed, serve
-from sglang_afd.start import INTERRUPTED
 
 _START_TIMEOUT = 400.0
 _REPORT_SECONDS = 10.0  # between two lines where the output is no terminal

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_afd.checkpoint import Checkpoint
+from sglang_afd.command_line import int_value
 from sglang_afd.config import AfdConfig
 from sglang_afd.families import MoeFacts, UnsupportedModel
-from sglang_afd.machine import Machine
+from sglang_afd.machine import Gpu, Machine
 
 
 class Refusal(NamedTuple):
@@ -47,3 +48,9 @@ class Facts:
             return self.checkpoint.moe_facts() if self.checkpoint.config is not None else None
         except UnsupportedModel:
             return None
+
+    def gpus_used(self) -> tuple[Gpu, ...]:
+        """This machine's GPUs that the command's ranks run on, one each."""
+        first = int_value(self.args, "--base-gpu-id", default=0)
+        step = int_value(self.args, "--gpu-id-step", default=1)
+        return self.machine.gpus[first::step][: len(self.config.local_ranks())]

@@ -25,8 +25,7 @@ from sglang_afd.machine import this_machine
 from sglang_afd.plugin import CPU_ENV
 from sglang_afd.topology import TopologyError
 
-INTERRUPTED = 130
-"""Status of a command that Ctrl-C has ended, as shells have it."""
+_PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 _SGLANG_FLAGS = "SGLang's flags"
 _MODEL_FLAGS = ("--model-path", "--model")
 
@@ -82,13 +81,21 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
             f"({facts.why_transport})",
             flush=True,
         )
+    if command.config is not None and not on_cpu:
+        # Compiling for every number of rows, used or not, takes longer than a start may.
+        os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
     if on_cpu:
-        from sglang_afd.platform.defaults import cpu_server_args
+        from sglang_afd.platform.defaults import cpu_server_args, environment_problem
 
         ranks = command.config.topology.world_size if command.config else _plain_ranks(args)
+        if facts is None and (problem := environment_problem(os.environ, ranks)):
+            raise Refused(problem)  # the gates look at a deployment's
         _set_cpu_environment(ranks, program)
         args += cpu_server_args(args)
+    for name in (ENV, START_BY_ENV):  # an earlier command may have left them: not this one's
+        os.environ.pop(name, None)
     if command.config is not None:
+        _keep_proxies_off(args)
         os.environ[ENV] = command.config.to_json()
         os.environ[START_BY_ENV] = str(began + command.config.startup_timeout)
     return Command(command.config, args)
@@ -171,6 +178,17 @@ def _set_cpu_environment(ranks: int, program: str) -> None:
     for name, value in cpu_environment(ranks).items():
         os.environ.setdefault(name, value)
     os.environ.update({**REQUIRED_ENVIRONMENT, CPU_ENV: "1"})
+
+
+def _keep_proxies_off(args: Sequence[str]) -> None:
+    """Have SGLang, which calls its own HTTP server when it starts, reach it without a proxy."""
+    if not any(os.environ.get(name) for name in _PROXIES):
+        return
+    host = last_value(args, "--host")
+    here = ["127.0.0.1", "localhost", *([host] if host else [])]
+    for name in ("no_proxy", "NO_PROXY"):
+        given = [part.strip() for part in os.environ.get(name, "").split(",") if part.strip()]
+        os.environ[name] = ",".join(dict.fromkeys([*given, *here]))
 
 
 def _plain_ranks(args: Sequence[str]) -> int:

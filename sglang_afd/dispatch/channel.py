@@ -147,7 +147,18 @@ class AttentionEnd:
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
 
     def dispatch(self, rows: RoutedRows, *, slots: int) -> Sent:
-        """Send up to `cap` rows; `slots`: see `kernels.exchange.send_rows`."""
+        """Send up to `cap` rows; `slots`: see `kernels.exchange.send_rows`.
+
+        Raises:
+            ValueError: rows, slots or hidden size do not fit the channel: they would be written
+                into what belongs to other ranks.
+        """
+        count, size = rows.hidden.shape
+        if not (count <= slots <= self._shape.cap and size == self._shape.hidden_size):
+            raise ValueError(
+                f"{count} rows of {size} elements in {slots} slots do not fit a channel of "
+                f"{self._shape.cap} rows of {self._shape.hidden_size}"
+            )
         expert_ids = rows.expert_ids.contiguous()
         kernels.send_rows(
             rows.hidden.contiguous(),

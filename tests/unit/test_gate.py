@@ -20,7 +20,7 @@ from sglang_afd.flags import parse
 from sglang_afd.gate import GATES, findings
 from sglang_afd.machine import Gpu, Machine
 from sglang_afd.topology import Topology, TopologyError
-from sglang_afd.transport_gate import row_dtype
+from sglang_afd.transport_gate import choose, row_dtype
 from tests.support.gate_facts import (
     FP8,
     GPUS,
@@ -29,7 +29,9 @@ from tests.support.gate_facts import (
     ONE_OF_EACH,
     free_port,
     make_facts,
+    whole_tensors,
     write_model,
+    write_weights,
 )
 
 
@@ -177,10 +179,12 @@ def test_model_gate_wants_the_weights(tmp_path: Path) -> None:
     sharded = write_model(tmp_path / "sharded", weights=False)
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    (sharded / "1.safetensors").touch()
+    tensors = whole_tensors(MODEL)
+    names = sorted(tensors)
+    write_weights(sharded / "1.safetensors", {name: tensors[name] for name in names[::2]})
     text = f"{sharded} lacks 1 of the files its index names, first 2.safetensors"
     assert refused(make_facts(sharded), "model") == [f"{text}; complete the download"]
-    (sharded / "2.safetensors").touch()
+    write_weights(sharded / "2.safetensors", {name: tensors[name] for name in names[1::2]})
     assert not refused(make_facts(sharded), "model")
 
 
@@ -194,6 +198,7 @@ BAD_TOPOLOGIES = [
     (("--afd-ffn-ranks", "3"), "16 experts do not divide over 3 FFN ranks"),
     (("--afd-ffn-ranks", "5"), "choose a product out of 1, 2, 4, 8, 16"),
     (("--afd-attention-tp", "16"), "8 attention heads do not divide over --afd-attention-tp 16"),
+    (("--afd-attention-ranks", "64"), "65 ranks would start on this machine's CPU, each a process"),
     (("--device", "npu"), "AFD does not run on --device npu; use cuda or cpu"),
 ]
 
@@ -287,6 +292,90 @@ def test_transport_gate_refuses_deepep_on_a_cpu(tmp_path: Path) -> None:
     assert texts == [
         "deepep moves rows between GPUs, but the ranks run on the CPU; use --afd-transport gloo"
     ]
+
+
+def unreachable(*pairs: tuple[int, int]) -> Machine:
+    """Eight H200s, of which the first of each pair cannot write to the second."""
+    out = [frozenset(f"GPU-{b}" for a, b in pairs if a == index) for index in range(8)]
+    gpus = [Gpu("H200", (9, 0), f"GPU-{i}", unreachable=peers) for i, peers in enumerate(out)]
+    return Machine(tuple(gpus), GPUS.packages)
+
+
+SMALL = Machine((Gpu("H200", (9, 0), memory=2**29),) * 8, GPUS.packages)
+NVLINK = ("--afd-transport", "nvlink")
+BAD_NVLINK: list[tuple[dict, tuple[str, ...], Machine, str]] = [
+    ({"hidden_size": 2056}, (), GPUS, "do not divide hidden size 2056; use --afd-transport gloo"),
+    ({"num_experts_per_tok": 17, "num_experts": 32}, (), GPUS, "carries 16 experts a token, the"),
+    ({}, ("--moe-runner-backend", "deep_gemm"), GPUS, "--moe-runner-backend deep_gemm does not"),
+    ({}, (), unreachable((0, 1)), "which H200 GPU-0 cannot for GPU-1; use --afd-transport deepep"),
+    ({}, (), SMALL, "of an FFN rank's 512.0 MiB, over 25%; lower --afd-max-tokens-per-rank or"),
+]
+
+
+@pytest.mark.parametrize(("changes", "flags", "machine", "expected"), BAD_NVLINK)
+def test_transport_gate_refuses_nvlink(
+    tmp_path: Path, changes: dict, flags: tuple[str, ...], machine: Machine, expected: str
+) -> None:
+    block = ("--afd-prefill-block", "8192")
+    facts = make_facts(write_model(tmp_path, **changes), *flags, *NVLINK, *block, machine=machine)
+    texts = refused(facts, "transport")
+    assert len(texts) == 1 and expected in texts[0], texts
+
+
+def test_transport_gate_refuses_nvlink_on_a_cpu_and_across_hosts(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    assert "the ranks run on the CPU" in refused(make_facts(model, *NVLINK), "transport")[0]
+    apart = ("--afd-role", "ffn", "--nnodes", "2", "--node-rank", "1")
+    for host, bad in (("127.0.0.1", False), ("192.0.2.7", True)):
+        flags = (*NVLINK, *apart, "--dist-init-addr", f"{host}:5000")
+        texts = refused(make_facts(model, *flags, machine=GPUS), "transport")
+        assert bool(texts) == bad, texts
+        assert not bad or texts[0].startswith("nvlink stays within one host, 192.0.2.7 is another")
+
+
+def test_devices_that_are_not_used_need_not_be_reachable(tmp_path: Path) -> None:
+    facts = make_facts(write_model(tmp_path), *NVLINK, machine=unreachable((0, 7)))
+    assert not refused(facts, "transport"), "the deployment takes two of eight GPUs"
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "machine", "transport", "why"),
+    [
+        ({}, (), GPUS, "nvlink", "the deployment fits it"),
+        ({"hidden_size": 256}, (), GPUS, "nvlink", "the deployment fits it"),
+        ({}, (), unreachable((0, 1)), "deepep", "no nvlink: nvlink writes into peers' memory"),
+        ({}, (), Machine(unreachable((0, 1)).gpus), "gloo", "no deepep: deepep needs the package"),
+        ({}, ("--moe-runner-backend", "deep_gemm"), GPUS, "deepep", "no nvlink: nvlink gives the"),
+        ({"hidden_size": 2056}, (), GPUS, "gloo", "no deepep: deepep has no kernel for hidden"),
+        ({}, (), None, "gloo", "the ranks run on the CPU"),
+    ],
+)
+def test_auto_is_the_first_transport_that_fits(
+    tmp_path: Path,
+    changes: dict,
+    flags: tuple[str, ...],
+    machine: Machine | None,
+    transport: str,
+    why: str,
+) -> None:
+    model = write_model(tmp_path, **changes)
+
+    def asked(name: str) -> Facts:
+        return make_facts(model, *flags, "--afd-transport", name, machine=machine)
+
+    chosen, reason = choose(asked, on_cpu=machine is None, two_commands=False)
+    assert chosen == transport and why in reason, reason
+
+
+def test_auto_of_two_commands_stays_off_nvlink(tmp_path: Path) -> None:
+    """Neither command knows where the other is, and both must choose alike."""
+    model = write_model(tmp_path)
+    chosen, _ = choose(
+        lambda name: make_facts(model, "--afd-transport", name, machine=GPUS),
+        on_cpu=False,
+        two_commands=True,
+    )
+    assert chosen == "deepep"
 
 
 @given(
