@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from sglang_afd.command_line import int_value
@@ -43,7 +44,8 @@ def advise(facts: Facts) -> Advice | None:
 
 def _advice(facts: Facts) -> Advice:
     name = facts.machine.gpus[0].name
-    profile = next((p for p in sorted(shipped(), key=len)[::-1] if p in name.lower()), None)
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    profile = next((p for p in shipped() if p in words), None)
     if profile is None:
         return Advice(f"not predicted: no profile of {name}; see `python -m sglang_afd.plan`")
     topology = facts.config.topology

@@ -11,7 +11,10 @@ from sglang_afd.plan.profile import GpuProfile
 from sglang_afd.plan.shape import ModelShape
 from sglang_afd.plan.workload import Workload
 from sglang_afd.topology import Topology, TopologyError
-from sglang_afd.transport_gate import DEEPEP_MAX_SLOTS
+from sglang_afd.transport_gate import DEEPEP_MAX_SLOTS, DEEPEP_MAX_TOKENS
+
+MAX_BATCH = 2**16
+"""Requests of a GPU that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def layouts(
     """
     whole("--gpus", gpus, most=4096)
     good: list[Layout] = []
-    bad: list[Refused] = []
+    bad: dict[str, Refused] = {}
     for size in (n for n in range(1, gpus + 1) if gpus % n == 0):
         if "colocated" in kinds:
             _sort(_colocated(shape, gpu, load, size, gpus // size), good, bad)
@@ -92,7 +95,7 @@ def layouts(
                     )
                     _sort(found, good, bad)
     possible = {one_group(layout) for layout in good}
-    return good, [refused for refused in bad if refused.name not in possible]
+    return good, [refused for name, refused in bad.items() if name not in possible]
 
 
 def one_group(layout: Layout) -> str:
@@ -100,11 +103,11 @@ def one_group(layout: Layout) -> str:
     return layout.name.rpartition(" x ")[2]
 
 
-def _sort(found: Layout | Refused, good: list[Layout], bad: list[Refused]) -> None:
+def _sort(found: Layout | Refused, good: list[Layout], bad: dict[str, Refused]) -> None:
     if isinstance(found, Layout):
         good.append(found)
-    elif found.name not in {refused.name for refused in bad}:
-        bad.append(found)
+    else:
+        bad.setdefault(found.name, found)
 
 
 def _colocated(
@@ -116,7 +119,7 @@ def _colocated(
     if shape.experts % size:
         return Refused(name, f"{shape.experts} experts do not divide over {size} GPUs")
     memory = ledger.colocated_memory(shape, gpu, size)
-    batch = int(max(memory.kv, 0) // load.request_bytes(shape))
+    batch = min(int(max(memory.kv, 0) // load.request_bytes(shape)), MAX_BATCH)
     if batch < 1:
         return Refused(name, _no_room("GPU", memory, load.request_bytes(shape)))
     return Layout("colocated", size, 0, 1, groups, memory, None, batch)
@@ -140,29 +143,41 @@ def _split(
         per_rank = topology.experts_per_rank(shape.experts)
     except TopologyError:
         return Refused(name, f"{shape.experts} experts do not divide over {ffn} FFN ranks")
-    if size > gpu.domain and transport != "gloo":
+    if size > gpu.domain:
         return Refused(name, f"{size} GPUs do not reach each other; {gpu.domain} do")
     if kind == "cad" and shape.state_bytes:
         return Refused(name, "linear attention keeps its state with its projections")
     if kind == "afd" and transport == "deepep" and per_rank * size > DEEPEP_MAX_SLOTS:
         return Refused(name, f"deepep would need {per_rank * size} of {DEEPEP_MAX_SLOTS} slots")
     request = load.request_bytes(shape)
-    if kind == "cad":
-        memory, other = ledger.cad_memory(shape, gpu, ffn, lanes=lanes)
-    else:
-        # The cap follows from the batch, and the batch from what the buffers leave: the batch
-        # without buffers is a cap that is large enough.
-        room = ledger.attention_memory(shape, gpu, lanes=lanes).kv
-        cap = max(1, -(-int(max(room, 0) // request) * load.width // lanes))
-        buffers = ledger.transport_buffers(shape, transport, topology, cap)
-        memory = ledger.attention_memory(shape, gpu, lanes=lanes, buffers=buffers[0])
-        other = ledger.ffn_memory(shape, gpu, ffn, lanes=lanes, buffers=buffers[1])
-    if other.kv < 0:
-        return Refused(name, f"an FFN rank lacks {-other.kv / 1e9:.1f} GB for its experts")
-    batch = int(max(memory.kv, 0) // request)
-    if batch < lanes:
+
+    def held(batch: int) -> tuple[Memory, Memory]:
+        """Memory of a rank of each role with buffers for a batch."""
+        if kind == "cad":
+            return ledger.cad_memory(shape, gpu, ffn, lanes=lanes)
+        cap = -(-batch * load.width // lanes)
+        if transport == "deepep":
+            cap = min(cap, DEEPEP_MAX_TOKENS)
+        sizes = ledger.transport_buffers(shape, transport, topology, cap)
+        return (
+            ledger.attention_memory(shape, gpu, lanes=lanes, buffers=sizes[0]),
+            ledger.ffn_memory(shape, gpu, ffn, lanes=lanes, buffers=sizes[1]),
+        )
+
+    def fits(batch: int) -> bool:
+        memory, other = held(batch)
+        return other.kv >= 0 and memory.kv >= batch * request
+
+    if not fits(lanes):
+        memory, other = held(lanes)
+        if other.kv < 0:
+            return Refused(name, f"an FFN rank lacks {-other.kv / 1e9:.1f} GB for its experts")
         return Refused(name, _no_room("attention rank", memory, request * lanes))
-    return Layout(kind, attention, ffn, lanes, groups, memory, other, batch)
+    low, high = lanes, MAX_BATCH + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return Layout(kind, attention, ffn, lanes, groups, *held(low), low)
 
 
 def _no_room(where: str, memory: Memory, wanted: float) -> str:

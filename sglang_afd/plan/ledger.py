@@ -51,7 +51,9 @@ def row_bytes(hidden: int, itemsize: int, *, fp8: bool) -> int:
 
 FUSED = "fused"
 """An expert kernel that takes rows and returns them itself, as FastAFD's; not in this package."""
-TRANSPORTS = ("nvlink", "deepep", "gloo", FUSED)
+TRANSPORTS = ("nvlink", "deepep", FUSED)
+"""Those whose time the planner knows: gloo, the reference, goes through host memory."""
+TRAVELS = (*TRANSPORTS, "gloo")
 
 
 def travel(shape: ModelShape, transport: str, routing: Routing, owners: int) -> Travel:
@@ -61,8 +63,8 @@ def travel(shape: ModelShape, transport: str, routing: Routing, owners: int) -> 
     reduced row from each; ``deepep`` a copy for each of its experts, both ways; ``gloo`` a copy to
     every FFN rank.  Rows of FP8 experts travel as FP8 on deepep and fused.
     """
-    if transport not in TRANSPORTS:
-        raise PlanError("--transport", f"{transport} is not one of {', '.join(TRANSPORTS)}")
+    if transport not in TRAVELS:
+        raise PlanError("--transport", f"{transport} is not one of {', '.join(TRAVELS)}")
     fp8 = shape.fp8 and transport in ("deepep", FUSED)
     out = row_bytes(shape.hidden, shape.itemsize, fp8=fp8)
     back = shape.hidden * shape.itemsize

@@ -83,7 +83,8 @@ def show(
     if latencies is not None:
         console.print(escape(f"  {_words(latencies)}"))
     if command is not None:
-        console.print("\nStart it with:")
+        groups = found.choice.layout.groups if found.choice else 1
+        console.print(f"\nStart {'it' if groups == 1 else f'each of its {groups} groups'} with:")
         console.print(command, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_afd.plan.errors import PlanError
 from sglang_afd.plan.search import Answer, Candidate
-from sglang_afd.plan.simulate import Simulated, simulate_afd
+from sglang_afd.plan.verdict import simulated
 
 _SHADES = {"weights": "0.35", "KV cache": "0.75", "buffers and graphs": "0.95"}
 _HATCHES = ("", "///", "...", "xxx", "+++", "ooo", "\\\\\\", "***")
@@ -76,7 +76,7 @@ def _throughput(axes: Any, answer: Answer) -> None:
 
 
 def _timeline(axes: Any, answer: Answer, split: Candidate) -> None:
-    found = simulated(answer, split)
+    found = simulated(answer, split, draws=False)
     for span in found.trace:
         if span.layer >= _SHOWN_LAYERS:
             continue
@@ -104,23 +104,6 @@ def _timeline(axes: Any, answer: Answer, split: Candidate) -> None:
     axes.set_ylim(-0.6, 1.6)
     axes.set_xlabel(f"µs; layer.lane, the first {_SHOWN_LAYERS} layers")
     axes.set_title(split.layout.name)
-
-
-def simulated(answer: Answer, split: Candidate) -> Simulated:
-    """The AFD candidate's step as the simulator has it, with expected routing."""
-    question = answer.question
-    return simulate_afd(
-        question.shape,
-        question.gpu,
-        question.routing,
-        question.load,
-        attention_ranks=split.layout.attention_ranks,
-        ffn_ranks=split.layout.ffn_ranks,
-        lanes=split.step.lanes,
-        batch=split.step.batch,
-        transport=question.transport,
-        graphs=question.graphs,
-    )
 
 
 def _memory(axes: Any, shown: list[Candidate]) -> None:

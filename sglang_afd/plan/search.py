@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sglang_afd.plan.errors import PlanError, real, whole
 from sglang_afd.plan.layouts import Layout, Refused, layouts
+from sglang_afd.plan.ledger import TRANSPORTS
 from sglang_afd.plan.profile import GpuProfile
 from sglang_afd.plan.routing import Routing
 from sglang_afd.plan.shape import ModelShape
@@ -35,6 +36,11 @@ class Question:
     """AFD decodes in CUDA graphs; colocated SGLang always does."""
 
     def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise PlanError(
+                "--transport",
+                f"the planner knows {', '.join(TRANSPORTS)}, not {self.transport}",
+            )
         if self.tpot is not None:
             real("--tpot-ms", self.tpot, above=0.0)
         for lanes in self.lanes:

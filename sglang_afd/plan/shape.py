@@ -178,6 +178,9 @@ def shape_of(config: Mapping[str, Any], *, name: str = "model") -> ModelShape:
             "architectures",
             f"the planner does not know {architecture}; it knows {', '.join(sorted(_LAYERS))}",
         )
+    for field in ("text_config", "quantization_config"):
+        if not isinstance(config.get(field) or {}, dict):
+            raise PlanError(field, "is no object")
     text = _Text(config.get("text_config") or config)
     dtype = text.fields.get("dtype") or text.fields.get("torch_dtype") or "bfloat16"
     quantization = config.get("quantization_config") or {}
@@ -213,6 +216,18 @@ class _Text:
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.fields = fields
 
+    @property
+    def layers(self) -> int:
+        """Decoder layers; the planner keeps each."""
+        return whole("num_hidden_layers", self.fields.get("num_hidden_layers"), most=1000)
+
+    def entries(self, name: str) -> list[Any]:
+        """A field that is a list; empty where it is not there."""
+        found = self.fields.get(name)
+        if found is not None and not isinstance(found, list | tuple):
+            raise PlanError(name, f"{found!r} is no list")
+        return list(found or ())
+
     def size(self, *names: str, default: int | None = None, least: int = 1) -> int:
         """The first of `names` that is there, or `default`."""
         for name in names:
@@ -244,9 +259,9 @@ def _gqa(text: _Text, *, gated: bool = False, extra: int = 0) -> dict[str, Any]:
 def _qwen3(text: _Text) -> tuple[LayerShape, ...]:
     hidden = text.size("hidden_size")
     step = text.size("decoder_sparse_step", default=1)
-    dense_only = text.fields.get("mlp_only_layers") or ()
+    dense_only = text.entries("mlp_only_layers")
     layers = []
-    for index in range(text.size("num_hidden_layers")):
+    for index in range(text.layers):
         routed = index not in dense_only and (index + 1) % step == 0
         dense = 0 if routed else 3 * hidden * text.size("intermediate_size")
         router = hidden * text.size("num_experts", "num_local_experts") if routed else 0
@@ -260,16 +275,16 @@ def _minimax(text: _Text) -> tuple[LayerShape, ...]:
     # more, as torch.compile fuses them).
     router = text.size("hidden_size") * text.size("num_local_experts", "num_experts")
     layer = LayerShape(**_gqa(text, extra=6), dense=0, router=router)
-    return (layer,) * text.size("num_hidden_layers")
+    return (layer,) * text.layers
 
 
 def _qwen3_5(text: _Text) -> tuple[LayerShape, ...]:
     hidden = text.size("hidden_size")
     shared = 3 * hidden * text.size("shared_expert_intermediate_size") + hidden
     router = hidden * text.size("num_experts")
-    count = text.size("num_hidden_layers")
+    count = text.layers
     interval = text.size("full_attention_interval", default=4)
-    kinds = text.fields.get("layer_types") or [
+    kinds = text.entries("layer_types") or [
         "linear_attention" if (index + 1) % interval else "full_attention" for index in range(count)
     ]
     if len(kinds) != count:
@@ -323,7 +338,7 @@ def _deepseek(text: _Text) -> tuple[LayerShape, ...]:
     expert = 3 * hidden * text.size("moe_intermediate_size")
     shared = text.size("n_shared_experts", default=0, least=0)
     layers = []
-    for index in range(text.size("num_hidden_layers")):
+    for index in range(text.layers):
         routed = index >= first and index % every == 0
         dense = shared * expert if routed else 3 * hidden * text.size("intermediate_size")
         router = hidden * text.size("n_routed_experts") if routed else 0

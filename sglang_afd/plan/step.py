@@ -191,13 +191,17 @@ def afd_stages(
     rate = gpu.link * gpu.link_efficiency
     gather, scatter = everyone * cost.out * most / rate, everyone * cost.back * most / rate
     experts = float(kernels.expert_seconds(shape, gpu, routing, everyone, ffn_ranks).max())
-    out = gpu.signal_seconds + tokens * cost.out / rate
-    back = gpu.signal_seconds + max(0.0, tokens * cost.back / rate - scatter)
+    latency = gpu.signal_seconds
+    if transport == "deepep":  # every rank waits for every other, both ways
+        peers = (attention_ranks + ffn_ranks) * gpu.collective_peer_seconds
+        latency = (gpu.collective_seconds + peers) / 2
+    out = latency + tokens * cost.out / rate
+    back = latency + max(0.0, tokens * cost.back / rate - scatter)
     if transport == ledger.FUSED:
         # one kernel takes rows as they come and returns tiles as they are done
         ffn = max(experts, gather, scatter)
     else:
-        out = max(out, gpu.signal_seconds + gather)
+        out = max(out, latency + gather)
         ffn = experts + scatter
     moe = shape.moe
     return Stages(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sglang_afd.plan.ledger import step_travel, travel
 from sglang_afd.plan.modes import missing
 from sglang_afd.plan.search import Answer, Candidate
+from sglang_afd.plan.simulate import Noise, Simulated, simulate_afd
 from sglang_afd.plan.step import ffn_hides
 
 TIE = 0.03
@@ -44,12 +45,14 @@ def verdict(answer: Answer) -> Verdict:
             (),
         )
     if split is None:
-        reasons = {r.reason for r in answer.refused if "F" in r.name} or {"none meets the target"}
+        reasons = {f"{r.name}: {r.reason}" for r in answer.refused if "A" in r.name}
+        # a rank that is too small says more than a count that does not divide
+        reasons = {r for r in reasons if "divide" not in r} or reasons or {"none meets the target"}
         return Verdict(
             best,
             f"Stay colocated: {best.layout.name}, {best.per_gpu:.0f} tokens/s/GPU. "
             f"No split layout is possible.",
-            tuple(sorted(reasons))[:3],
+            tuple(sorted(reasons, reverse=True))[:3],
             (),
         )
     if base is None:
@@ -104,6 +107,9 @@ def _reasons(answer: Answer, split: Candidate, base: Candidate | None) -> tuple[
         f"{bound} bound{_exposed(split)}."
     )
     if split.layout.kind == "afd":
+        reasons.append(
+            f"Simulated with drawn routing, a step takes {_ms(simulated(answer, split).seconds)}."
+        )
         own = question.shape.routed_weight_bytes / step.ffn_ranks
         rate = question.gpu.bandwidth * question.gpu.grouped_efficiency
         holds = ffn_hides(step.lanes, own, rate, step.ta)
@@ -122,6 +128,24 @@ def _reasons(answer: Answer, split: Candidate, base: Candidate | None) -> tuple[
             f"step over {question.transport}."
         )
     return tuple(reasons)
+
+
+def simulated(answer: Answer, split: Candidate, *, draws: bool = True) -> Simulated:
+    """The AFD candidate's step as the simulator has it, with drawn or expected routing."""
+    question = answer.question
+    return simulate_afd(
+        question.shape,
+        question.gpu,
+        question.routing,
+        question.load,
+        attention_ranks=split.layout.attention_ranks,
+        ffn_ranks=split.layout.ffn_ranks,
+        lanes=split.step.lanes,
+        batch=split.step.batch,
+        transport=question.transport,
+        graphs=question.graphs,
+        noise=Noise(draws=draws, seed=question.routing.seed),
+    )
 
 
 def _exposed(split: Candidate) -> str:
