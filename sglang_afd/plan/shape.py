@@ -17,6 +17,7 @@ from sglang_afd.checkpoint import read_checkpoint
 from sglang_afd.plan.errors import PlanError, whole
 
 SHIPPED = Path(__file__).with_name("models")
+_MOST_EXPERTS = 2**14
 _BLOCK_SCALE = 4 / (128 * 128)
 """Bytes of FP8 block scales per weight."""
 
@@ -195,7 +196,9 @@ def shape_of(config: Mapping[str, Any], *, name: str = "model") -> ModelShape:
         vocab=text.size("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", text.fields.get("tie_word_embeddings", False))),
         layers=layers,
-        experts=text.size("num_experts", "num_local_experts", "n_routed_experts"),
+        experts=text.size(
+            "num_experts", "num_local_experts", "n_routed_experts", most=_MOST_EXPERTS
+        ),
         top_k=text.size("num_experts_per_tok"),
         intermediate=text.size(
             "intermediate_size" if "MiniMax" in architecture else "moe_intermediate_size"
@@ -228,11 +231,13 @@ class _Text:
             raise PlanError(name, f"{found!r} is no list")
         return list(found or ())
 
-    def size(self, *names: str, default: int | None = None, least: int = 1) -> int:
+    def size(
+        self, *names: str, default: int | None = None, least: int = 1, most: int = 10**7
+    ) -> int:
         """The first of `names` that is there, or `default`."""
         for name in names:
             if self.fields.get(name) is not None:
-                return whole(name, self.fields[name], least=least, most=10**7)
+                return whole(name, self.fields[name], least=least, most=most)
         if default is None:
             raise PlanError(names[0], "config.json has no such field")
         return default

@@ -14,7 +14,7 @@ from sglang_afd.flags import parse
 from sglang_afd.gate import findings
 from sglang_afd.machine import Gpu, Machine
 from sglang_afd.plan import advice, modes
-from sglang_afd.plan.arrivals import serve
+from sglang_afd.plan.arrivals import prefill_seconds, serve
 from sglang_afd.plan.errors import PlanError
 from sglang_afd.plan.layouts import layouts, split
 from sglang_afd.plan.profile import read_profile
@@ -143,6 +143,10 @@ def test_modes_follow_the_capability_table(monkeypatch: pytest.MonkeyPatch) -> N
             assert (found.graphs if name == "CUDA graphs" else "verify" in found.stages) == bool(
                 shown
             )
+    monkeypatch.setattr(modes, "_LANES_FIELD", "no such field")
+    assert modes.contract("async").lanes == modes.contract("async").stages == ()
+    monkeypatch.setattr(modes, "_LANES_FIELD", "ffn_ranks")
+    assert min(modes.contract("async").lanes) > 1 and modes.contract("async").stages
     with pytest.raises(PlanError, match="--mode"):
         modes.contract("turbo")
     with pytest.raises(PlanError, match="capability table"):
@@ -157,6 +161,7 @@ def test_arrivals_are_deterministic_and_suffer_from_load() -> None:
     assert serve(answer.question, chosen, rate=0.1, ttft_target=5.0) == light
     assert heavy.ttft[2] > light.ttft[2] and heavy.goodput < light.goodput
     assert light.tpot[0] <= light.tpot[1] <= light.tpot[2]
+    assert light.ttft[0] >= prefill_seconds(answer.question, chosen) > 0.1
     with pytest.raises(PlanError, match="--rate"):
         serve(answer.question, chosen, rate=0.0)
 
@@ -213,3 +218,11 @@ def test_gate_survives_what_it_cannot_predict(
     model = write_model(tmp_path / "m", **{**BIG, **changes})
     said = advice.advise(make_facts(model, *flags, machine=machine))
     assert said is not None and said.message
+
+
+def test_a_request_holds_prompt_output_and_drafts() -> None:
+    load = Workload(1000, 24, width=4, accepted=2.0)
+    assert load.request_bytes(SMALL) == (1000 + 24 + 3) * 98304
+    assert load.held == 1012
+    hybrid = read_shape("qwen3.5-397b-a17b")
+    assert Workload(1).request_bytes(hybrid) == hybrid.kv_bytes(2) + hybrid.state_bytes

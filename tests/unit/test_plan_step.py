@@ -200,6 +200,29 @@ def test_noise_costs_time() -> None:
     assert run(draws=True) >= plain * 0.99
 
 
+def test_a_lane_waits_for_the_slowest_rank_of_each_role() -> None:
+    """So that stragglers cost more the more ranks there are."""
+
+    def run(attention: int, ffn: int) -> float:
+        return simulate(
+            _stages(1.0, 1.0, 0.0),
+            attention_ranks=attention,
+            ffn_ranks=ffn,
+            lanes=1,
+            steps=50,
+            noise=Noise(straggle=0.2),
+        ).seconds
+
+    assert run(64, 1) > 1.1 * run(1, 1)
+    assert run(1, 64) > 1.1 * run(1, 1)
+
+
+def test_verify_costs_flops_where_they_bind() -> None:
+    shape = read_shape("deepseek-v3")
+    one, four = (kernels.core_seconds(shape, GPU, 32, width, 8192, 2).sum() for width in (1, 4))
+    assert four > 3 * one
+
+
 def test_skewed_draws_are_slower_than_even_ones() -> None:
     skewed = Routing(SHAPE.experts, SHAPE.top_k, skew=1.0)
     slow, even = (
