@@ -9,7 +9,7 @@ from sglang_afd.command_line import int_value
 from sglang_afd.config import ConfigError
 from sglang_afd.facts import Facts
 from sglang_afd.plan.errors import PlanError
-from sglang_afd.plan.layouts import one_group
+from sglang_afd.plan.layouts import Layout, one_group
 from sglang_afd.plan.modes import contract
 from sglang_afd.plan.profile import read_profile, shipped
 from sglang_afd.plan.routing import Routing
@@ -86,7 +86,16 @@ def _advice(facts: Facts) -> Advice:
         return Advice(text)
     loss = 1 - mine.per_gpu / base.per_gpu
     return Advice(
-        f"{text}: {loss:.0%} less than colocated {base.layout.name} ({base.per_gpu:.0f})",
-        f"if throughput is the aim, {one_group(best.layout)} is predicted best "
+        f"{text}: {loss:.0%} less than {_words(base.layout)} at {base.per_gpu:.0f}",
+        f"if throughput is the aim, {_words(best.layout)} is predicted best "
         f"({best.per_gpu:.0f} tokens/s/GPU); `python -m sglang_afd.plan` tells more",
     )
+
+
+def _words(layout: Layout) -> str:
+    """A layout for people who have not seen the planner's table."""
+    if layout.kind == "colocated":
+        ranks = layout.attention_ranks
+        shared = f"expert-parallel over {ranks} GPUs" if ranks > 1 else "on each GPU alone"
+        return f"SGLang without AFD, {shared}"
+    return one_group(layout)

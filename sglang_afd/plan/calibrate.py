@@ -23,7 +23,10 @@ from sglang_afd.plan.profile import GpuProfile
 
 _LAUNCHES = 50
 _REPEATS = 5
-_ROWS = 64
+_DEVICE = "cuda:0"
+_COPIED = 2**30
+"""Bytes of a copy: far more than any cache."""
+_ROWS, _MANY_ROWS, _CONTEXT = 64, 8192, 8192
 _HIDDEN, _INTERMEDIATE, _EXPERTS = 4096, 1536, 32
 _PEER_TIMEOUT = 120.0
 
@@ -118,11 +121,11 @@ def _one_gpu(torch: Any, base: GpuProfile) -> dict[str, Measured]:
 
 
 def _random(torch: Any, *size: int) -> Any:
-    return torch.randn(*size, device="cuda:0", dtype=torch.bfloat16)
+    return torch.randn(*size, device=_DEVICE, dtype=torch.bfloat16)
 
 
 def _copies(torch: Any, base: GpuProfile) -> Measured:
-    source = torch.empty(2**30, device="cuda:0", dtype=torch.uint8)
+    source = torch.empty(_COPIED, device=_DEVICE, dtype=torch.uint8)
     target = torch.empty_like(source)
     rate = 2 * source.numel() / _timed(torch, lambda: target.copy_(source), launches=8)
     # efficiencies are shares of the datasheet's peak, which stays what they are measured against
@@ -130,7 +133,7 @@ def _copies(torch: Any, base: GpuProfile) -> Measured:
 
 
 def _small(torch: Any) -> Measured:
-    vector = torch.zeros(_ROWS, device="cuda:0")
+    vector = torch.zeros(_ROWS, device=_DEVICE)
     seconds = _timed(torch, lambda: vector.add_(1.0))
     return Measured(seconds, "an addition of 64 elements in a CUDA graph")
 
@@ -144,13 +147,13 @@ def _dense(torch: Any, base: GpuProfile) -> Measured:
 
 
 def _math(torch: Any, base: GpuProfile) -> Measured:
-    rows, weight = _random(torch, 8192, _HIDDEN), _random(torch, _HIDDEN, 2 * _HIDDEN)
+    rows, weight = _random(torch, _MANY_ROWS, _HIDDEN), _random(torch, _HIDDEN, 2 * _HIDDEN)
     seconds = _timed(torch, lambda: rows @ weight, launches=10)
     rate = 2 * rows.numel() * weight.shape[1] / seconds
     # only an upper bound: a decode step's GEMMs are far smaller
     return _share(
         min(base.math_efficiency, rate / base.bf16_flops),
-        f"8192 rows reach {rate / 1e12:.0f} TFLOPS in bf16; the base's value if lower",
+        f"{_MANY_ROWS} rows reach {rate / 1e12:.0f} TFLOPS in bf16; the base's value if lower",
     )
 
 
@@ -163,7 +166,7 @@ def _grouped(torch: Any, base: GpuProfile) -> Measured:
 
 
 def _attention(torch: Any, base: GpuProfile) -> Measured:
-    requests, kv, group, context, size = 16, 4, 16, 8192, 128
+    requests, kv, group, context, size = 16, 4, 16, _CONTEXT, 128
     query = _random(torch, requests, kv, group, size)  # a KV head's queries are its rows
     keys = _random(torch, requests, kv, context, size)
     values = _random(torch, requests, kv, context, size)

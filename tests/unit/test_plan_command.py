@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -149,6 +150,33 @@ def test_calibrate_refuses_without_a_gpu(
     assert "no CUDA GPU" in capsys.readouterr().err
     assert command.main(["calibrate", "--out", "/nowhere/p.json"]) == 2
     assert "--out" in capsys.readouterr().err
+
+
+def test_calibrate_measures_every_kernel_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measurement once, small and on the CPU: their tensors fit each other."""
+    import torch
+
+    def timed(torch: object, launch: Callable[[], object], launches: int = 1) -> float:
+        launch()
+        return 1e-3
+
+    for name, value in (
+        ("_DEVICE", "cpu"),
+        ("_COPIED", 2**10),
+        ("_HIDDEN", 32),
+        ("_INTERMEDIATE", 16),
+        ("_MANY_ROWS", 64),
+        ("_CONTEXT", 64),
+        ("_timed", timed),
+    ):
+        monkeypatch.setattr(calibrate, name, value)
+    found = calibrate._one_gpu(torch, read_profile("h200"))
+    assert set(found) == {
+        *("bandwidth", "kernel_seconds", "gemm_efficiency", "math_efficiency"),
+        *("grouped_efficiency", "attention_efficiency"),
+    }
+    assert found["grouped_efficiency"].value == 32 * 32 * 32 * 2 / 1e-3 / 4.8e12
+    calibrate.merged(read_profile("h200"), found, name="mine", memory=8e10)
 
 
 def test_measured_figures_replace_the_base_and_say_so() -> None:

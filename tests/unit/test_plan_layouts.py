@@ -182,7 +182,7 @@ def test_gate_warns_and_never_refuses(tmp_path: Path) -> None:
     facts = make_facts(write_model(tmp_path / "m", **BIG), machine=GPUS)
     found = [f for f in findings(facts) if f.gate == "performance"]
     assert len(found) == 1 and found[0].passed
-    assert "less than colocated" in found[0].message
+    assert "less than SGLang without AFD" in found[0].message
     assert "predicted best" in found[0].mend
 
 
