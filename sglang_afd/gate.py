@@ -48,10 +48,20 @@ def findings(facts: Facts) -> list[Finding]:
             refusals = list(gate.refusals(facts))
         except (ConfigError, UnsupportedModel) as error:
             refusals = [Refusal.of(error)]
+        except Exception as error:  # whatever a gate did not foresee is a refusal too, no traceback
+            refusals = [unforeseen(gate.name, error)]
         found += [Finding(gate.name, False, *refusal) for refusal in refusals]
         if not refusals:
             found.append(Finding(gate.name, True, gate.summary(facts)))
     return found
+
+
+def unforeseen(gate: str, error: Exception) -> Refusal:
+    """The refusal of a gate that could not look at what it was given."""
+    return Refusal(
+        f"the {gate} gate could not check this deployment: {type(error).__name__}: {error}",
+        "correct config.json or the flag that it comes from; if all is right, report it",
+    )
 
 
 def _topology(facts: Facts) -> Iterator[Refusal]:

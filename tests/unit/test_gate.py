@@ -29,7 +29,9 @@ from tests.support.gate_facts import (
     ONE_OF_EACH,
     free_port,
     make_facts,
+    whole_tensors,
     write_model,
+    write_weights,
 )
 
 
@@ -176,10 +178,12 @@ def test_model_gate_wants_the_weights(tmp_path: Path) -> None:
     sharded = write_model(tmp_path / "sharded", weights=False)
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    (sharded / "1.safetensors").touch()
+    tensors = whole_tensors(MODEL)
+    names = sorted(tensors)
+    write_weights(sharded / "1.safetensors", {name: tensors[name] for name in names[::2]})
     text = f"{sharded} lacks 1 of the files its index names, first 2.safetensors"
     assert refused(make_facts(sharded), "model") == [f"{text}; complete the download"]
-    (sharded / "2.safetensors").touch()
+    write_weights(sharded / "2.safetensors", {name: tensors[name] for name in names[1::2]})
     assert not refused(make_facts(sharded), "model")
 
 
