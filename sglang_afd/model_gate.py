@@ -59,7 +59,7 @@ def refusals(facts: Facts) -> Iterator[Refusal]:
     yield from _tokenizer(facts)
     unserved = list(_quantisation(facts, moe))
     yield from unserved
-    yield from _weights(facts, look_inside=not unserved)
+    yield from _weights(facts, look_inside=bool(moe.layers) and not unserved)
 
 
 def summary(facts: Facts) -> str:
