@@ -84,7 +84,9 @@ def test_a_missing_tensor_is_named(
 
 
 def test_of_many_missing_tensors_the_first_is_named(model: ExpertModel) -> None:
-    with pytest.raises(ValueError, match=r"layers.1.mlp.experts.2.gate_proj.weight \(24 tensors are"):
+    with pytest.raises(
+        ValueError, match=r"layers.1.mlp.experts.2.gate_proj.weight \(24 tensors are"
+    ):
         model.load_weights([])
 
 
