@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from sglang_afd import embedded
-from sglang_afd.families import ExpertTensor, MoeFacts, UnsupportedModel, family_of
+from sglang_afd.families import FAMILIES, ExpertTensor, MoeFacts, UnsupportedModel, family_of
+from sglang_afd.families.__main__ import BEGIN, END, README, table, with_table
 from sglang_afd.model_fields import Fields
+from tests.support.families import ROWS
 
 pytestmark = pytest.mark.unit
 
@@ -189,3 +191,21 @@ def test_an_unknown_family_is_refused_with_those_that_are_served() -> None:
     assert "does not serve LlamaForCausalLM" in message
     assert "Qwen3MoeForCausalLM" in message
     assert "without --afd-* flags" in message
+
+
+def test_the_readmes_table_is_up_to_date() -> None:
+    assert with_table(README.read_text()) == README.read_text(), (
+        "run: python -m sglang_afd.families"
+    )
+    for family in FAMILIES.values():
+        assert f"| {family.name} | {family.models} | {family.cpu} | {family.gpu} |" in table()
+
+
+def test_a_text_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no <!-- families"):
+        with_table(f"{END} {BEGIN}")
+
+
+def test_every_family_has_a_checkpoint_to_test_with() -> None:
+    own = {"Qwen3MoeForCausalLM"}  # tests.support.checkpoints
+    assert {make().architectures[0] for make in ROWS.values()} | own == set(FAMILIES)
