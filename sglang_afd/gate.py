@@ -2,7 +2,7 @@
 
 Each gate looks at the same `Facts` and either passes or names every refusal with its mend.  They
 run in order (model, topology, transport, execution mode, addresses), and all of them, so that one
-run shows all that is wrong.
+run shows all that is wrong.  Where all pass, the planner's prediction follows: it refuses nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from sglang_afd.config import ConfigError
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import UnsupportedModel
 from sglang_afd.features import refused
+from sglang_afd.plan.advice import advise
 from sglang_afd.platform.defaults import environment_problem
 from sglang_afd.topology import Role, TopologyError
 from sglang_afd.upstream.ports import Port, first_command_ports, one_command_ports
@@ -26,7 +27,10 @@ MOST_CPU_RANKS = 64
 
 @dataclass(frozen=True)
 class Finding:
-    """A gate's answer: that it passed and what, or one thing that is wrong and its mend."""
+    """A gate's answer: that it passed and what, or one thing that is wrong and its mend.
+
+    A gate that passed with a mend warns.
+    """
 
     gate: str
     passed: bool
@@ -56,6 +60,9 @@ def findings(facts: Facts) -> list[Finding]:
         found += [Finding(gate.name, False, *refusal) for refusal in refusals]
         if not refusals:
             found.append(Finding(gate.name, True, gate.summary(facts)))
+    predicted = advise(facts) if all(finding.passed for finding in found) else None
+    if predicted is not None:
+        found.append(Finding("performance", True, *predicted))
     return found
 
 

@@ -65,9 +65,16 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
     command, facts, on_cpu = _read(argv, program)
     args = list(command.sglang_args)
     if facts is not None:
-        refused = [finding for finding in findings(facts) if not finding.passed]
+        found = findings(facts)
+        refused = [finding for finding in found if not finding.passed]
         if refused:
             raise Refused("\n  ".join(f"{f.gate}: {f.message}; {f.mend}" for f in refused))
+        for warning in (finding for finding in found if finding.mend):
+            print(
+                f"{program}: {warning.gate}: {warning.message}; {warning.mend}",
+                file=sys.stderr,
+                flush=True,
+            )
         print(
             f"{program}: AFD with {facts.config.attention_ranks} attention and "
             f"{facts.config.ffn_ranks} FFN ranks; rows travel over {facts.config.transport} "

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("attention", "checkpoint", "flags", "transports"),
     ("facts", "features"),
     ("transport_gate", "weights"),
-    ("model_gate",),
+    ("model_gate", "plan"),
     ("upstream",),
     ("platform", "running"),
     ("gate",),

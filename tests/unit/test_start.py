@@ -11,6 +11,7 @@ import pytest
 from sglang_afd import embedded, start
 from sglang_afd.command_line import values
 from sglang_afd.config import ENV, START_BY_ENV, AfdConfig
+from sglang_afd.gate import Finding
 from sglang_afd.machine import Gpu, Machine
 from sglang_afd.platform.defaults import REQUIRED_ENVIRONMENT, cpu_environment
 from sglang_afd.running import free_port
@@ -160,3 +161,12 @@ def test_an_ffn_command_takes_the_gpus_after_those_of_attention(
 
 def test_one_command_starts_at_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_gpus(monkeypatch, 8, *A1F1) == []
+
+
+def test_a_predicted_loss_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    advice = Finding("performance", True, "1A1F is slow", "use EP2")
+    monkeypatch.setattr(start, "findings", lambda facts: [advice])
+    assert resolve(*A1F1).config is not None
+    assert capsys.readouterr().err == "test: performance: 1A1F is slow; use EP2\n"
