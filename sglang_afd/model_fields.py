@@ -69,6 +69,10 @@ _KINDS: dict[str, _Kind] = {
     "hidden_act": _TEXT,
     "attention_bias": _SWITCH,
     "tie_word_embeddings": _SWITCH,
+    "use_qk_norm": _SWITCH,
+    "use_routing_bias": _SWITCH,
+    "scoring_func": _TEXT,
+    "rotary_dim": _whole(1),
     "mlp_only_layers": _or_null(_Kind("a list of whole numbers", _is_list(int))),
     "decoder_sparse_step": _whole(1),
     "hidden_size": _whole(1),
@@ -129,5 +133,6 @@ class Fields:
         if name in _DEFAULTS:
             return _DEFAULTS[name]
         raise UnsupportedModel(
-            f"config.json has no {name}; save the checkpoint with transformers, which writes it"
+            f"config.json has no {name}; save the checkpoint with transformers, or "
+            f"use the config.json that was published with it"
         )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from sglang_afd.config import ENV, AfdConfig
+from sglang_afd.observe.recording import RECORD_ENV
 
 CPU_ENV = "SGLANG_AFD_CPU"
 """Set to 1 by the launcher: run on the CPU reference platform."""
@@ -75,6 +77,10 @@ def _install() -> None:
         from sglang_afd.upstream import all_hooks
 
         hooks.extend(all_hooks(config))
+    if folder := os.environ.get(RECORD_ENV):
+        from sglang_afd.upstream import record
+
+        hooks.extend(record.hooks(Path(folder)))
     if not hooks:
         return
     import sglang

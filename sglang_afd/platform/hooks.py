@@ -98,6 +98,26 @@ def gather_flat(original: Any, group: Any, output: torch.Tensor, input: torch.Te
     original(group, output.view(-1), input.reshape(-1))
 
 
+def norm_over_heads(
+    norm: Any, q: torch.Tensor, k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norms of q and k, [rows, heads * head_dim], each over all heads of all attention-TP
+    ranks."""
+    from sglang.srt.layers.dp_attention import attn_tp_all_reduce
+
+    ranks = norm._world_size
+    squares = torch.stack([x.float().square().mean(-1) for x in (q, k)])
+    if ranks > 1:
+        squares = attn_tp_all_reduce(squares) / ranks
+    scales = (squares + norm._eps).rsqrt()[..., None]
+    weights = (norm._q_norm.weight, norm._k_norm.weight)
+    q, k = (
+        (x.float() * scale * weight.float()).to(x.dtype)
+        for x, scale, weight in zip((q, k), scales, weights)
+    )
+    return q, k
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.distributed.bootstrap._init_cpu_threads_env",
@@ -128,5 +148,11 @@ HOOKS: tuple[Hook, ...] = (
         Kind.AROUND,
         gather_flat,
         "gloo, unlike NCCL, wants the output's shape to be the input's but for the first dimension",
+    ),
+    Hook(
+        "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm._forward_naive",
+        Kind.REPLACE,
+        norm_over_heads,
+        "MiniMax-M2 norms queries and keys with Triton kernels",
     ),
 )

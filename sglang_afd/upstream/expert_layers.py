@@ -78,7 +78,7 @@ class ExpertModel(nn.Module):
                         hidden_size=facts.hidden_size,
                         intermediate_size=facts.intermediate_size,
                         quant_config=quant_config,
-                        prefix=f"model.layers.{layer}.mlp.experts",
+                        prefix=context.family.experts.prefix(layer),
                         uses_expert_location=False,
                         inplace=False,
                         no_combine=True,
@@ -119,10 +119,9 @@ class ExpertModel(nn.Module):
             )
             missing.discard(tensor)
         if missing:
-            layer, expert, projection, suffix = min(missing)
             raise ValueError(
-                f"{context.name} found no {projection} {suffix} of expert {expert} in layer "
-                f"{layer} ({len(missing)} tensors are missing): the checkpoint is incomplete"
+                f"{context.name} found no {context.family.experts.spell(min(missing))} "
+                f"({len(missing)} tensors are missing): the checkpoint is incomplete"
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> None:

@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from sglang_afd import embedded
-from sglang_afd.families import ExpertTensor, MoeFacts, UnsupportedModel, family_of
+from sglang_afd.families import FAMILIES, ExpertTensor, MoeFacts, UnsupportedModel, family_of
+from sglang_afd.families.__main__ import BEGIN, END, README, table, with_table
+from sglang_afd.model_fields import Fields
+from tests.support.families import ROWS
 
 pytestmark = pytest.mark.unit
 
 QWEN3 = family_of("Qwen3MoeForCausalLM")
+MINIMAX = family_of("MiniMaxM2ForCausalLM")
 CONFIG: dict[str, Any] = {
     "num_hidden_layers": 6,
     "num_experts": 8,
@@ -110,6 +114,58 @@ def test_expert_names_are_read(
 
 
 @pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("block_sparse_moe.experts.7.w1.weight", ExpertTensor(3, 7, "w1", "weight")),
+        ("block_sparse_moe.experts.7.w3.weight", ExpertTensor(3, 7, "w3", "weight")),
+        (
+            "block_sparse_moe.experts.7.w2.weight_scale_inv",
+            ExpertTensor(3, 7, "w2", "weight_scale_inv"),
+        ),
+        ("block_sparse_moe.gate.weight", None),
+        ("block_sparse_moe.e_score_correction_bias", None),
+        ("mlp.experts.7.gate_proj.weight", None),
+    ],
+)
+def test_minimax_names_are_read(name: str, tensor: ExpertTensor | None) -> None:
+    assert MINIMAX.expert_tensor(f"model.layers.3.{name}") == tensor
+
+
+MINIMAX_CONFIG = {
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "rotary_dim": 16,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+}
+
+
+def test_minimax_facts() -> None:
+    assert MINIMAX.facts(Fields(MINIMAX_CONFIG)) == MoeFacts((0, 1), 4, 2, 64, 32)
+
+
+@pytest.mark.parametrize("name", ["rotary_dim", "use_qk_norm", "use_routing_bias", "scoring_func"])
+def test_minimax_needs_the_fields_that_sglang_goes_by(name: str) -> None:
+    """transformers' class does not have them; without, SGLang would leave out what they turn on."""
+    without = {key: value for key, value in MINIMAX_CONFIG.items() if key != name}
+    with pytest.raises(UnsupportedModel, match=f"config.json has no {name};"):
+        MINIMAX.facts(Fields(without))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("use_qk_norm", False), ("use_routing_bias", False), ("scoring_func", "softmax")],
+)
+def test_minimax_with_other_parts_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=f"config.json has {name} {value!r}, and"):
+        MINIMAX.facts(Fields({**MINIMAX_CONFIG, name: value}))
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "model.embed_tokens.weight",
@@ -135,3 +191,21 @@ def test_an_unknown_family_is_refused_with_those_that_are_served() -> None:
     assert "does not serve LlamaForCausalLM" in message
     assert "Qwen3MoeForCausalLM" in message
     assert "without --afd-* flags" in message
+
+
+def test_the_readmes_table_is_up_to_date() -> None:
+    assert with_table(README.read_text()) == README.read_text(), (
+        "run: python -m sglang_afd.families"
+    )
+    for family in FAMILIES.values():
+        assert f"| {family.name} | {family.models} | {family.cpu} | {family.gpu} |" in table()
+
+
+def test_a_text_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no <!-- families"):
+        with_table(f"{END} {BEGIN}")
+
+
+def test_every_family_has_a_checkpoint_to_test_with() -> None:
+    own = {"Qwen3MoeForCausalLM"}  # tests.support.checkpoints
+    assert {make().architectures[0] for make in ROWS.values()} | own == set(FAMILIES)

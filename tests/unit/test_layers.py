@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # from the inside out; members of a layer do not know each other
     (
         *("topology", "kernels", "families", "addresses", "machine", "embedded", "observe"),
-        *("causes", "identity", "rollcall", "spec"),
+        *("causes", "identity", "progress", "rollcall", "spec"),
     ),
     ("config", "dispatch", "model_fields"),
     ("command_line", "context", "ffn"),
@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gate",),
     ("plugin",),
     ("start",),
-    ("check", "demo", "engine", "launch_server"),
+    ("check", "demo", "engine", "launch_server", "validate"),
     ("__init__",),
 )
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}

@@ -348,3 +348,35 @@ def test_wakes_are_no_requests() -> None:
     assert without_wakes([WAKE, "request", WAKE], None) == ["request"]
     assert without_wakes(None, None) is None
     assert without_wakes([], None) == []
+
+
+# Norm over heads
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_norm_over_heads_is_transformers(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With attention TP every rank has a share of the heads and norms by all of them."""
+    from sglang.srt.layers import dp_attention
+    from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2RMSNorm
+
+    eps, widths = 1e-2, (2 * HIDDEN, HIDDEN)
+    torch.manual_seed(0)
+    inputs = [torch.randn(ROWS, width) for width in widths]
+    norms = [MiniMaxM2RMSNorm(width, eps) for width in widths]
+    for norm in norms:
+        norm.weight.data.normal_()
+    expected = [norm(x) for norm, x in zip(norms, inputs)]
+
+    def share(x: torch.Tensor, rank: int) -> torch.Tensor:
+        return x.chunk(ranks, dim=-1)[rank]
+
+    squares = torch.stack(
+        [sum(share(x, rank).square().mean(-1) for rank in range(ranks)) for x in inputs]
+    )
+    monkeypatch.setattr(dp_attention, "attn_tp_all_reduce", lambda mine: squares)
+    for rank in range(ranks):
+        q_norm, k_norm = (SimpleNamespace(weight=share(norm.weight, rank)) for norm in norms)
+        ours = SimpleNamespace(_q_norm=q_norm, _k_norm=k_norm, _world_size=ranks, _eps=eps)
+        found = hooks.norm_over_heads(ours, *(share(x, rank) for x in inputs))
+        for x, want in zip(found, expected):
+            torch.testing.assert_close(x, share(want, rank))
