@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.progress import say
-from benchmarks.two_gpus import identity
+from sglang_afd.validate import environment
 
 SHAPES = (  # cap T, hidden size, experts
     (128, 2048, 32),
@@ -49,7 +49,9 @@ def main() -> None:
         for shape in SHAPES:
             runs.append(_run(shape, args.ranks, disable))
             say(json.dumps(runs[-1])[:600])
-            args.out.write_text(json.dumps({"identity": identity(), "runs": runs}, indent=1) + "\n")
+            args.out.write_text(
+                json.dumps({"identity": environment.describe(), "runs": runs}, indent=1) + "\n"
+            )
 
 
 def _run(shape: tuple[int, int, int], ranks: int, disable_nccl: str) -> dict[str, Any]:

@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.progress import say
-from benchmarks.two_gpus import identity
 from sglang_afd.dispatch.arena import symmetric_arena
 from sglang_afd.dispatch.channel import Arena
 from sglang_afd.dispatch.nvlink import NvlinkTransport
 from sglang_afd.dispatch.step_plan import Caps, Path, Round
 from sglang_afd.dispatch.transport import MaskedBatch, RoutedRows, Transport
 from sglang_afd.topology import Topology
+from sglang_afd.validate import environment
 
 TOKENS = (1, 16, 64, 128, 256, 512)
 HIDDEN = (2048, 4096)
@@ -59,7 +59,7 @@ def main() -> None:
         _rank(args.rank, args.meet, args.transport, args.out)
         return
     results: dict[str, Any] = {}
-    record = {"identity": identity(), "one_gpu": args.one_gpu, "results": results}
+    record = {"identity": environment.describe(), "one_gpu": args.one_gpu, "results": results}
     if args.one_gpu:
         results["nvlink"] = _sizes(_one_gpu)
     else:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -35,19 +34,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
-from benchmarks.agreement import (
-    Continuation,
-    compare,
-    continue_greedily,
-    random_prompts,
-    record,
-)
 from benchmarks.fp8 import quantise_checkpoint
 from benchmarks.progress import say, starting
 from sglang_afd import embedded
 from sglang_afd.running import Server, free_port, serve, start
+from sglang_afd.validate import environment
+from sglang_afd.validate.answers import Continuation, continue_greedily, random_prompts
+from sglang_afd.validate.comparison import compare
+from sglang_afd.validate.report import NO_LAYERS, figures_of
 from tests.support.checkpoints import seeded_qwen3_moe
 from tests.support.planting import Planting
 
@@ -156,7 +153,11 @@ def main() -> None:
             traceback.print_exc()
             result = {"failed": f"{type(error).__name__}: {error}"}
         result["seconds"] = time.monotonic() - began
-        head = {"identity": identity(), "part": name, "deployment": afd._asdict()}
+        head = {
+            "identity": {"seed": SEED, **environment.describe()},
+            "part": name,
+            "deployment": afd._asdict(),
+        }
         text = json.dumps({**head, **result}, indent=1)
         file = name if name == "references" else f"{name}-{afd.transport}"
         (args.out / f"{file}.json").write_text(text + "\n")
@@ -164,24 +165,10 @@ def main() -> None:
     raise SystemExit(failed)
 
 
-def identity() -> dict[str, Any]:
-    """Versions, devices and seed that a record belongs to."""
-    packages = ("torch", "sglang", "sglang-kernel", "sgl-deep-ep", "sgl-deep-gemm", "transformers")
-    devices = torch.cuda.device_count()
-    return {
-        "seed": SEED,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(devices)],
-        "gpu_uuids": [str(torch.cuda.get_device_properties(i).uuid) for i in range(devices)],
-        "python": sys.version.split()[0],
-        **{name: _version(name) for name in packages},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _compared(server: Server, reference: list[Continuation]) -> dict[str, Any]:
+    """Greedy tokens and teacher-forced ranks, prompt by prompt and in sum."""
+    results = compare(server, reference, tokens=TOKENS)
+    return {"figures": figures_of(results, NO_LAYERS), "prompts": msgspec.to_builtins(results)}
 
 
 def references(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
@@ -241,9 +228,13 @@ def _reference(work: Path, out: Path, gpu: int) -> dict[str, Any]:
     ) as server:
         say(f"{server_name} started in {server.start_seconds:.0f} s; it continues the prompts")
         continuations = continue_greedily(server, prompts, tokens=TOKENS)
-        itself = compare(server, continuations, tokens=TOKENS)
+        itself = _compared(server, continuations)
     result = {"start_seconds": server.start_seconds, "against_itself": itself}
-    entry = {"made_of": _made_of(), "record": result, "continuations": record(continuations)}
+    entry = {
+        "made_of": _made_of(),
+        "record": result,
+        "continuations": msgspec.to_builtins(continuations),
+    }
     file.write_text(json.dumps(entry) + "\n")
     return result
 
@@ -258,12 +249,12 @@ def agreement(work: Path, out: Path, afd: Deployment, name: str) -> dict[str, An
     found = json.loads(file.read_text()) if file.exists() else {"made_of": None}
     if found["made_of"] != _made_of():
         raise RuntimeError(f"{file} is missing or of another checkpoint; run the part references")
-    reference = [Continuation(**entry) for entry in found["continuations"]]
+    reference = msgspec.convert(found["continuations"], list[Continuation])
     args = ["--model-path", str(_checkpoints(work)[name]), *AGREEMENT]
     server_name = f"{name}-afd"
     with afd.serve(server_name, args, port=32000, logs=out) as server:
         say(f"{server_name} started in {server.start_seconds:.0f} s; it is compared")
-        result = compare(server, reference, tokens=TOKENS)
+        result = _compared(server, reference)
         holdings = server.call("/server_info")["internal_states"][0]["afd"]
     return {
         "shape": SHAPE,
@@ -290,9 +281,9 @@ def small(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
         tick=starting("small-one-gpu"),
     ) as server:
         reference = continue_greedily(server, prompts, tokens=TOKENS)
-        itself = compare(server, reference, tokens=TOKENS)
+        itself = _compared(server, reference)
     with afd.serve("small-afd", args, port=32000, logs=out) as server:
-        result = compare(server, reference, tokens=TOKENS)
+        result = _compared(server, reference)
         holdings = server.call("/server_info")["internal_states"][0]["afd"]
     return {"against_itself": itself, "afd_against_one_gpu": result, "afd": holdings}
 

@@ -10,7 +10,7 @@ import argparse
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from sglang_afd import embedded
 from sglang_afd.causes import INTERRUPTED
 from sglang_afd.machine import this_machine
 from sglang_afd.observe.holdings import Holdings, size
+from sglang_afd.progress import Waiting, log_tick
 from sglang_afd.running import Server, ServerFailed, serve
 
 _START_TIMEOUT = 400.0
-_REPORT_SECONDS = 10.0  # between two lines where the output is no terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,12 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs = Path(tempfile.mkdtemp(prefix="sglang_afd-demo-"))
     console.print(f"Starting {layout}: [bold]python -m sglang_afd.launch_server[/]", *deployment)
     console.print(f"Model: {embedded.DESCRIPTION}.  Log: {logs}/demo.log", highlight=False)
-    status = console.status("starting")
-    status.start()
+    waiting = Waiting(console)
+    tick = log_tick(waiting.update)
     try:
-        tick = _progress(status.update if console.is_terminal else _now_and_then(console.print))
-        with serve("demo", deployment, logs=logs, timeout=_START_TIMEOUT, tick=tick) as server:
-            status.stop()
+        with (
+            waiting,
+            serve("demo", deployment, logs=logs, timeout=_START_TIMEOUT, tick=tick) as server,
+        ):
+            waiting.stop()
             console.print(f"Ready after {server.start_seconds:.0f} s at {server.url}\n")
             _ask(console, server, args.ask)
             _show(console, server)
@@ -78,36 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    finally:
-        status.stop()
     shutil.rmtree(logs)
     console.print(f"Stopped; no process is left.  {time.monotonic() - began:.0f} s in all.")
     return 0
-
-
-def _now_and_then(say: Callable[[str], None]) -> Callable[[str], None]:
-    """`say`, at most once in `_REPORT_SECONDS`: for output that keeps every line."""
-    last = time.monotonic()
-
-    def update(text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _REPORT_SECONDS:
-            last = time.monotonic()
-            say(text)
-
-    return update
-
-
-def _progress(update: Callable[[str], None]) -> Callable[[Path], None]:
-    """Show the elapsed time and the last line of the log that a rank wrote."""
-    began = time.monotonic()
-
-    def tick(log: Path) -> None:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line[:1] == "["]
-        latest = lines[-1].partition("] ")[2][:80] if lines else "loading SGLang"
-        update(f"{time.monotonic() - began:3.0f} s  {latest}")
-
-    return tick
 
 
 def _ask(console: Console, server: Server, question: str) -> None:

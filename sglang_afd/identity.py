@@ -8,6 +8,8 @@ header and some bytes out of it: enough for another training run, not for a chan
 from __future__ import annotations
 
 import hashlib
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _SAMPLES = 16  # places in a file, evenly spread
@@ -15,6 +17,8 @@ _SAMPLE_BYTES = 64
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 _LONGEST_HEADER = 100 << 20  # safetensors' own limit
 _SHOWN = 12  # digits of a digest
+_READERS = 4  # files that are hashed at the same time
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def checkpoint_identity(path: str, commit: str | None = None) -> dict[str, object]:
@@ -41,6 +45,26 @@ def checkpoint_identity(path: str, commit: str | None = None) -> dict[str, objec
         f"{len(files)} safetensors files of {total} bytes ({content.hexdigest()[:_SHOWN]})"
     )
     return facts
+
+
+def checkpoint_content(directory: Path) -> dict[str, str]:
+    """The sha256 of every file of a checkpoint that decides its answers, by the file's name.
+
+    Reads all weights, at the disk's pace; a file in the Hub's cache is named by its hash already.
+    """
+    names = ("config.json", "model.safetensors.index.json", "hf_quant_config.json")
+    files = [directory / name for name in names if (directory / name).exists()]
+    files += sorted(directory.glob("*.safetensors"))
+    with ThreadPoolExecutor(_READERS) as pool:
+        return dict(zip([file.name for file in files], pool.map(_content, files), strict=True))
+
+
+def _content(file: Path) -> str:
+    target = file.resolve()
+    if target.parent.name == "blobs" and _SHA256.fullmatch(target.name):
+        return target.name
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _digest(content: bytes) -> str:

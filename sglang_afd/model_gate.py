@@ -111,7 +111,7 @@ def _loading(facts: Facts) -> Iterator[Refusal]:
 
 def _context_length(facts: Facts) -> Iterator[Refusal]:
     asked = last_value(facts.args, "--context-length") or ""
-    limit = _longest_context(facts.checkpoint.config or {})
+    limit = longest_context(facts.checkpoint.config or {})
     if limit is None or not asked.isdigit() or is_on(facts.environment.get(_LONGER)):
         return  # SGLang also takes 8k, and says itself what it does not take
     if int(asked) <= limit:
@@ -122,7 +122,7 @@ def _context_length(facts: Facts) -> Iterator[Refusal]:
     )
 
 
-def _longest_context(config: Mapping[str, Any]) -> int | None:
+def longest_context(config: Mapping[str, Any]) -> int | None:
     """The context that SGLang derives from config.json, in tokens; None if it names none."""
     text = config.get("text_config") or config
     scaling = text.get("rope_scaling") or {}

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +41,22 @@ class Server:
 
     def call(self, path: str, body: dict[str, Any] | None = None, timeout: float = 300) -> Any:
         """GET `path`, or POST `body` to it; the decoded JSON answer."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data, {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return json.loads(answer.read())
+        return call(self.url + path, body, timeout)
+
+
+def call(
+    url: str,
+    body: dict[str, Any] | None,
+    timeout: float,
+    headers: Mapping[str, str] | None = None,
+) -> Any:
+    """GET `url`, or POST `body` to it; the decoded JSON answer."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        url, data, {"content-type": "application/json", **(headers or {})}
+    )
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        return json.loads(answer.read())
 
 
 @contextmanager
@@ -57,6 +67,7 @@ def serve(
     logs: Path,
     port: int | None = None,
     module: str = "sglang_afd.launch_server",
+    python: str = sys.executable,
     environment: dict[str, str] | None = None,
     timeout: float = 400,
     tick: Callable[[Path], None] = lambda log: None,
@@ -65,14 +76,15 @@ def serve(
 
     Args:
         logs: folder for ``name.log``, the server's output.
+        python: the interpreter that runs it.
         tick: called with the log about twice a second while the server starts.
 
     Raises:
         ServerFailed: the server ended, or was not healthy within `timeout` seconds.
     """
     starting = start(
-        name, args, logs=logs, port=port, module=module, environment=environment, timeout=timeout,
-        tick=tick,
+        name, args, logs=logs, port=port, module=module, python=python, environment=environment,
+        timeout=timeout, tick=tick,
     )  # fmt: skip
     with starting as healthy:
         yield healthy()
@@ -86,6 +98,7 @@ def start(
     logs: Path,
     port: int | None = None,
     module: str = "sglang_afd.launch_server",
+    python: str = sys.executable,
     environment: dict[str, str] | None = None,
     timeout: float = 400,
     tick: Callable[[Path], None] = lambda log: None,
@@ -99,7 +112,7 @@ def start(
     began = time.monotonic()
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, "--port", str(port), *args],
+            [python, "-m", module, "--port", str(port), *args],
             stdout=out,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},

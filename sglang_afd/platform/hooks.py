@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sglang_afd.platform.defaults import BIND, parse_cores
 from sglang_afd.upstream.hooks import Hook, Kind
 
 
@@ -26,19 +27,10 @@ def bind_threads(*, local_omp_cpuid: str | list[int], dist_init_method: str | No
     cores = set(parse_cores(field) if isinstance(field, str) else field) & usable
     if cores:
         os.sched_setaffinity(0, cores)
-    fields = os.environ.get("SGLANG_CPU_OMP_THREADS_BIND", "").split("|")
+    fields = os.environ.get(BIND, "").split("|")
     threads = max(1, len(cores or usable) // max(1, fields.count(str(field))))
     limit = int(os.environ.get("OMP_NUM_THREADS") or threads)
     torch.set_num_threads(min(threads, limit))
-
-
-def parse_cores(field: str) -> list[int]:
-    """Core numbers of one field of ``SGLANG_CPU_OMP_THREADS_BIND``: ``"0-2,5"`` is 0, 1, 2, 5."""
-    cores: list[int] = []
-    for part in field.split(","):
-        first, _, last = part.partition("-")
-        cores.extend(range(int(first), int(last or first) + 1))
-    return cores
 
 
 def check_alignment(model_config: Any, load_config: Any, tp_size: int) -> Any:

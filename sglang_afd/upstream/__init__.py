@@ -19,6 +19,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         expert_layers,
         holdings,
         idle,
+        inputs,
         lm_head,
         loading,
         loads,
@@ -46,5 +47,6 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *holdings.HOOKS,
         *idle.HOOKS,
         *refusals.HOOKS,
+        *inputs.HOOKS,
         *ending.HOOKS,
     )

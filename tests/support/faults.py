@@ -6,8 +6,9 @@ give a command `only_children`.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,4 +91,102 @@ def another_version_in_children() -> None:
     os.register_at_fork(after_in_child=forget)
 
 
-FAULTS = (hold_every_tensor, hook_nothing, another_version, another_version_in_children)
+SPOILT_LAYER, SPOILT_EXPERT = 2, 5
+_SPOILT = f"model.layers.{SPOILT_LAYER}.mlp.experts.{SPOILT_EXPERT}."
+
+
+def _load_experts(change: Callable[[str, Any], tuple[str, Any]]) -> None:
+    """FFN ranks load what `change` makes of each name and tensor."""
+    from sglang_afd.upstream.expert_layers import ExpertModel
+
+    original = ExpertModel.load_weights
+
+    def load(model: Any, weights: Any) -> None:
+        original(model, (change(name, tensor) for name, tensor in weights))
+
+    ExpertModel.load_weights = load
+
+
+def scale_expert() -> None:
+    """One expert's output is 1.01 times what it should be."""
+    down = f"{_SPOILT}down_proj.weight"
+    _load_experts(lambda name, tensor: (name, tensor * 1.01 if name == down else tensor))
+
+
+def zero_expert() -> None:
+    """One expert gives nothing."""
+    _load_experts(lambda name, tensor: (name, tensor * 0 if name.startswith(_SPOILT) else tensor))
+
+
+def swap_experts() -> None:
+    """Two experts of one rank stand in each other's place."""
+    other = _SPOILT.replace(f".{SPOILT_EXPERT}.", f".{SPOILT_EXPERT - 1}.")
+
+    def swap(name: str, tensor: Any) -> tuple[str, Any]:
+        for here, there in ((_SPOILT, other), (other, _SPOILT)):
+            if name.startswith(here):
+                return name.replace(here, there), tensor
+        return name, tensor
+
+    _load_experts(swap)
+
+
+def serve_other_ranks_experts() -> None:
+    """FFN ranks load the experts that are another one's: their order is reversed."""
+    from sglang_afd.topology import Topology
+
+    original = Topology.experts_of
+
+    def experts_of(topology: Any, rank: int, num_experts: int) -> range:
+        first, last = topology.ffn_world[0], topology.ffn_world[-1]
+        return original(topology, first + last - rank, num_experts)
+
+    Topology.experts_of = experts_of
+
+
+def _exchange(change: Callable[[Any, Any, Any, Any], Any]) -> None:
+    """Attention ranks make ``change(call, hidden, ids, weights)`` of each layer's exchange."""
+    from sglang_afd.attention.exchange import AttentionExchange
+
+    original = AttentionExchange.__call__
+
+    def exchange(self: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+        return change(lambda *args: original(self, *args), hidden, ids, weights)
+
+    AttentionExchange.__call__ = exchange
+
+
+def drop_router_weights() -> None:
+    """Every expert of a token counts as much."""
+
+    def drop(call: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+        return call(hidden, ids, weights * 0 + 1 / weights.shape[1])
+
+    _exchange(drop)
+
+
+def nan_once() -> None:
+    """One row of one decode step's first MoE layer is NaN: a single token of a single request."""
+    steps = itertools.count()
+
+    def spoil(call: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+        output = call(hidden, ids, weights)
+        if 0 < len(hidden) < 20 and next(steps) == 40:
+            output[0] = float("nan")
+        return output
+
+    _exchange(spoil)
+
+
+FAULTS = (
+    scale_expert,
+    zero_expert,
+    swap_experts,
+    serve_other_ranks_experts,
+    drop_router_weights,
+    nan_once,
+    hold_every_tensor,
+    hook_nothing,
+    another_version,
+    another_version_in_children,
+)

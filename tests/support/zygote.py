@@ -44,6 +44,7 @@ def _import_everything() -> None:
 def _serve(request: dict) -> None:
     """The forked launcher: becomes the server; never returns."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)

@@ -51,14 +51,3 @@ def test_ctrl_c_is_quiet(
 ) -> None:
     assert run(KeyboardInterrupt()) == (130, True)
     assert "Traceback" not in "".join(capsys.readouterr())
-
-
-def test_lines_come_now_and_then_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(demo.time, "monotonic", lambda: now[0])
-    said: list[str] = []
-    update = demo._now_and_then(said.append)
-    for second in range(60):
-        now[0] = 100.0 + second
-        update(f"{second} s")
-    assert said == ["10 s", "20 s", "30 s", "40 s", "50 s"]

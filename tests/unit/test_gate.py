@@ -51,6 +51,7 @@ def test_all_gates_pass_in_order(tmp_path: Path) -> None:
             "transport",
             "execution mode",
             "addresses",
+            *(("performance",) if machine else ()),
         ]
         assert all(f.passed for f in found), found
         assert "2 MoE layers of 16 experts, top 4" in found[0].message
@@ -197,6 +198,7 @@ BAD_TOPOLOGIES = [
     (("--afd-ffn-ranks", "3"), "16 experts do not divide over 3 FFN ranks"),
     (("--afd-ffn-ranks", "5"), "choose a product out of 1, 2, 4, 8, 16"),
     (("--afd-attention-tp", "16"), "8 attention heads do not divide over --afd-attention-tp 16"),
+    (("--afd-attention-ranks", "64"), "65 ranks would start on this machine's CPU, each a process"),
     (("--device", "npu"), "AFD does not run on --device npu; use cuda or cpu"),
 ]
 

@@ -15,18 +15,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # from the inside out; members of a layer do not know each other
     (
         *("topology", "kernels", "families", "addresses", "machine", "embedded", "observe"),
-        *("identity", "rollcall", "causes", "spec"),
+        *("causes", "identity", "progress", "rollcall", "spec"),
     ),
-    ("config", "dispatch"),
+    ("config", "dispatch", "model_fields"),
     ("command_line", "context", "ffn"),
     ("attention", "checkpoint", "flags", "transports"),
     ("facts", "features"),
-    ("model_gate", "transport_gate"),
+    ("transport_gate", "weights"),
+    ("model_gate", "plan"),
     ("upstream",),
-    ("gate", "platform", "running"),
+    ("platform", "running"),
+    ("gate",),
     ("plugin",),
     ("start",),
-    ("check", "demo", "engine", "launch_server"),
+    ("check", "demo", "engine", "launch_server", "validate"),
     ("__init__",),
 )
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}

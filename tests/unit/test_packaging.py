@@ -165,7 +165,9 @@ def test_wheel_holds_every_package_and_the_model(tmp_path: Path) -> None:
         f"{'' if folder == 'sglang_afd' else 'sglang_afd/'}{path.relative_to(source).as_posix()}"
         for folder in ("sglang_afd", "kernels", "spec")
         for path in (source / folder).rglob("*")
-        if path.suffix == ".py" or path.parent == source / "sglang_afd" / "embedded" / "model"
+        if path.suffix == ".py"
+        or path.parent == source / "sglang_afd" / "embedded" / "model"
+        or (path.is_relative_to(source / "sglang_afd" / "validate") and path.is_file())
     }
     assert "sglang_afd/kernels/__init__.py" in expected
     assert expected <= held, f"missing: {sorted(expected - held)}"

@@ -14,7 +14,14 @@ import torch
 import zmq
 
 from sglang_afd.platform import hooks, settings
-from sglang_afd.platform.defaults import cpu_environment, cpu_server_args, thread_binding
+from sglang_afd.platform.defaults import (
+    BIND,
+    cpu_environment,
+    cpu_server_args,
+    environment_problem,
+    parse_cores,
+    thread_binding,
+)
 from sglang_afd.upstream.idle import LONGEST_WAIT_MS, WAKE, IdlePacer, without_wakes
 
 pytestmark = pytest.mark.unit
@@ -45,7 +52,7 @@ def test_environment_names_usable_cores(ranks: int) -> None:
     fields = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
     assert len(fields) == ranks
     for field in fields:
-        assert set(hooks.parse_cores(field)) <= os.sched_getaffinity(0)
+        assert set(parse_cores(field)) <= os.sched_getaffinity(0)
     assert int(environment["OMP_NUM_THREADS"]) >= 1
     assert all(isinstance(value, str) for value in environment.values())
 
@@ -83,11 +90,32 @@ def own_threads() -> Iterator[None]:
 
 
 def test_parse_cores() -> None:
-    assert hooks.parse_cores("0-2,5") == [0, 1, 2, 5]
-    assert hooks.parse_cores("7") == [7]
+    assert parse_cores("0-2,5") == [0, 1, 2, 5]
+    assert parse_cores("7") == [7]
 
 
 @pytest.mark.usefixtures("own_threads")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("OMP_NUM_THREADS", value) for value in ("abc", "0", "-3", "1.5", "4,2")),
+        ("MKL_NUM_THREADS", "abc"),
+        *((BIND, value) for value in ("abc", "all", "0", "0|", "0|x", "1-0|1", "0,|1")),
+    ],
+)
+def test_thread_settings_that_no_rank_can_start_with_are_named(name: str, value: str) -> None:
+    problem = environment_problem({name: value}, 2)
+    assert problem is not None and problem.startswith(f"{name} ") and "unset it" in problem
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_good_thread_settings_pass(ranks: int) -> None:
+    assert environment_problem({}, ranks) is None
+    assert environment_problem(cpu_environment(ranks), ranks) is None
+    assert environment_problem({"OMP_NUM_THREADS": " 8", BIND: "0-1|2|3,4-5"}, ranks) is None
+    assert (environment_problem({BIND: "all"}, ranks) is None) == (ranks == 1)
+
+
 def test_a_rank_has_no_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     core = min(os.sched_getaffinity(0))
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{core}|{core + 1}")

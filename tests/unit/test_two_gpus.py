@@ -7,13 +7,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks import two_gpus
-from benchmarks.agreement import Continuation
+from sglang_afd.validate.answers import Continuation, Forced
+from sglang_afd.validate.comparison import one_prompt
 
 pytestmark = pytest.mark.unit
 
+CONTINUED = Continuation(prompt=[3], tokens=[4], logprobs=[-0.5], gaps=[0.1])
+SEEN = Forced(ranks=[1], margins=[0.0], logprobs=[-0.5])
+COMPARED = one_prompt(0, CONTINUED, CONTINUED, SEEN)
 AFD = two_gpus.Deployment("deepep", shared_gpu=False)
 
 
@@ -32,10 +37,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(two_gpus, "serve", serve)
     monkeypatch.setattr(two_gpus, "_checkpoints", lambda work: dict.fromkeys(two_gpus.DTYPES, work))
-    monkeypatch.setattr(
-        two_gpus, "continue_greedily", lambda *_, **__: [Continuation([3], [4], [-0.5])]
-    )
-    monkeypatch.setattr(two_gpus, "compare", lambda *_, **__: {"forced_top1_share": 0.5})
+    monkeypatch.setattr(two_gpus, "continue_greedily", lambda *_, **__: [CONTINUED])
+    monkeypatch.setattr(two_gpus, "compare", lambda *_, **__: [COMPARED])
     return names
 
 
@@ -46,7 +49,7 @@ def test_references_are_not_made_twice(started: list[str], tmp_path: Path) -> No
     assert len(started) == 2
     assert first["bf16"] == {
         "start_seconds": 1.0,
-        "against_itself": {"forced_top1_share": 0.5},
+        "against_itself": two_gpus._compared(None, []),  # type: ignore[arg-type]
     }
 
 
@@ -81,4 +84,4 @@ def test_agreement_without_references_says_what_to_run(
 def test_continuations_are_kept_as_they_were(started: list[str], tmp_path: Path) -> None:
     two_gpus.references(tmp_path, tmp_path, AFD)
     kept = json.loads((tmp_path / "bf16-continuations.json").read_text())["continuations"]
-    assert [Continuation(**entry) for entry in kept] == [Continuation([3], [4], [-0.5])]
+    assert msgspec.convert(kept, list[Continuation]) == [CONTINUED]
