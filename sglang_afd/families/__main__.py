@@ -15,11 +15,14 @@ BEGIN, END = "<!-- families: python -m sglang_afd.families -->", "<!-- end of fa
 def table() -> str:
     """A row for each family."""
     rows = [
-        f"| {f.name} | {f.models} | {f.cpu} | {f.gpu} |"
+        f"| {f.name} | {f.models} | {f.dtypes} | {f.transports} | {f.cpu} | {f.gpu} |"
         for f in sorted(set(FAMILIES.values()), key=lambda family: family.name)
     ]
-    header = "| family | published models | greedy tokens shown equal on CPU | run on GPUs |"
-    return "\n".join([header, "|---|---|---|---|", *rows])
+    columns = (
+        *("family", "published models", "data types", "transports"),
+        *("greedy tokens shown equal on CPU (gloo)", "run on GPUs"),
+    )
+    return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows])
 
 
 def with_table(text: str) -> str:

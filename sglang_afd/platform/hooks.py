@@ -118,6 +118,29 @@ def norm_over_heads(
     return q, k
 
 
+def latent_attention(original: Any, *args: Any) -> Any:
+    """How latent attention (MLA) runs on an attention backend, the last of `args`.
+
+    PyTorch's own reads keys and values out of the pool, where only the latent ones are.
+    """
+    if args[-1] != "torch_native":
+        return original(*args)
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
+
+    return lambda attention, batch: AttnForwardMethod.MLA
+
+
+def unscaled_rotation(original: Any, *args: Any) -> Any:
+    """SGLang's rotary embedding on a CPU, by the arguments of ``get_rope_cpu``; that of other
+    devices where the sixth, how positions are scaled, is None."""
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    *given, scaling = args[:6]
+    return get_rope(*given) if scaling is None else original(*args)
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.distributed.bootstrap._init_cpu_threads_env",
@@ -154,5 +177,19 @@ HOOKS: tuple[Hook, ...] = (
         Kind.REPLACE,
         norm_over_heads,
         "MiniMax-M2 norms queries and keys with Triton kernels",
+    ),
+    Hook(
+        "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu",
+        Kind.AROUND,
+        unscaled_rotation,
+        "on a CPU SGLang knows latent attention with YaRN alone",
+    ),
+    Hook(
+        "sglang.srt.models.deepseek_common.attention_backend_handler"
+        ".AttentionBackendRegistry.get_handler",
+        Kind.AROUND,
+        latent_attention,
+        "SGLang treats an attention backend that it does not know as Triton's, which takes whole "
+        "keys and values in prefill",
     ),
 )

@@ -41,8 +41,11 @@ class RemoteExperts(nn.Module):
     should_fuse_routed_scaling_factor_in_topk = False
 
     def __init__(self, *, layer_id: int, routing_method_type: Any = None, **_: Any) -> None:
+        from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+
         super().__init__()
         self.layer_id, self.routing_method_type = layer_id, routing_method_type
+        self.moe_runner_config = MoeRunnerConfig(inplace=False)
 
     def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
         """[n, H] rows and SGLang's top-k output -> [n, H] combined rows."""

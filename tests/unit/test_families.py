@@ -193,12 +193,48 @@ def test_an_unknown_family_is_refused_with_those_that_are_served() -> None:
     assert "without --afd-* flags" in message
 
 
+@pytest.mark.parametrize(
+    ("row", "changes", "message"),
+    [
+        ("deepseek-v3", {"scoring_func": "softmax"}, "'softmax' with topk_method 'noaux_tc'; serv"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "'softmax' with topk_method 'noaux_tc'; serv"),
+        ("deepseek-v2", {"topk_method": "greedy"}, "n_group 4 with topk_method 'greedy'"),
+        ("deepseek-v3", {"attention_bias": True}, "has attention_bias, which SGLang"),
+    ],
+)
+def test_deepseek_with_other_parts_is_refused(
+    row: str, changes: dict[str, Any], message: str
+) -> None:
+    config = ROWS[row]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(UnsupportedModel, match=message):
+        family_of(config.architectures[0]).facts(config)
+
+
+def test_deepseek_tensors_of_another_shape() -> None:
+    """V2 without low-rank queries in published form: one group, no shared expert."""
+    config = ROWS["deepseek-v2"]()
+    config.topk_method, config.n_group, config.n_shared_experts = "greedy", 1, 0
+    config.q_lora_rank, config.moe_layer_freq = 24, 2
+    deepseek = family_of("DeepseekV2ForCausalLM")
+    assert deepseek.facts(config).layers == (2,)
+    shapes = dict(deepseek.tensors(config))
+    assert shapes["model.layers.0.self_attn.q_b_proj.weight"] == (4 * 48, 24)
+    assert "model.layers.0.self_attn.q_proj.weight" not in shapes
+    assert "model.layers.1.mlp.gate_proj.weight" in shapes
+    assert not [name for name in shapes if "shared" in name or "bias" in name]
+
+
 def test_the_readmes_table_is_up_to_date() -> None:
     assert with_table(README.read_text()) == README.read_text(), (
         "run: python -m sglang_afd.families"
     )
+    lines = table().splitlines()
+    assert {line.count("|") for line in lines} == {7}
     for family in FAMILIES.values():
-        assert f"| {family.name} | {family.models} | {family.cpu} | {family.gpu} |" in table()
+        [line] = [line for line in lines if line.startswith(f"| {family.name} |")]
+        assert family.models in line and line.endswith(f"| {family.cpu} | {family.gpu} |")
 
 
 def test_a_text_without_marks_is_refused() -> None:

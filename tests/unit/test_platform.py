@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -380,3 +381,41 @@ def test_norm_over_heads_is_transformers(ranks: int, monkeypatch: pytest.MonkeyP
         found = hooks.norm_over_heads(ours, *(share(x, rank) for x in inputs))
         for x, want in zip(found, expected):
             torch.testing.assert_close(x, share(want, rank))
+
+
+# Latent attention
+
+
+def test_latent_attention_keeps_to_the_latent_keys() -> None:
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+    )
+
+    original = AttentionBackendRegistry.get_handler
+    assert hooks.latent_attention(original, "torch_native")(None, None).name == "MLA"
+    for other in ("triton", "fa3"):
+        assert hooks.latent_attention(original, other) is original(other)
+
+
+def test_unscaled_rotation_is_that_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arguments of SGLang's call; the tests of equality show that it rotates right."""
+    from sglang.srt.layers.rotary_embedding import factory
+
+    theirs = factory.get_rope
+    monkeypatch.setattr(factory, "get_rope", lambda *args: args)
+    for neox in (True, False):
+        given = (16, 8, 64, 10000, neox)
+        rope = hooks.unscaled_rotation(
+            factory.get_rope_cpu, *given, None, torch.float32, 1.0, "cpu"
+        )
+        assert rope == given
+    for function in (factory.get_rope_cpu, theirs):
+        names = list(inspect.signature(function).parameters)
+        assert names[4:6] == ["is_neox_style", "rope_scaling"]
+
+
+def test_scaled_rotation_is_left_alone() -> None:
+    calls = []
+    scaling = {"rope_type": "deepseek_yarn"}
+    hooks.unscaled_rotation(lambda *a: calls.append(a), 1, 2, 3, 4, True, scaling, None, 1.0, "cpu")
+    assert calls == [(1, 2, 3, 4, True, scaling, None, 1.0, "cpu")]
