@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -54,8 +55,11 @@ def _validate(argv: Sequence[str]) -> int:
     console = Console()
     if own.plot is not None and (problem := plot.problem(own.plot)):
         fail(PROGRAM, problem)
-    if own.work is not None:
-        own.work.mkdir(parents=True, exist_ok=True)
+    try:
+        if own.work is not None:
+            own.work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(PROGRAM, f"--work {own.work} cannot be made: {error.strerror or error}")
     work = Path(tempfile.mkdtemp(prefix="sglang_afd-validate-", dir=own.work))
     try:
         settings = resolve(own, passed_on, work, program=PROGRAM)
@@ -98,4 +102,5 @@ def _show(console: Console, found: Report) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the servers, as Ctrl-C does
     raise SystemExit(main())

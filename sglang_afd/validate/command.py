@@ -97,7 +97,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--preset",
         choices=presets.names(),
-        help="layout and model of a published model; flags that are given count more",
+        help="layout and model of a published model, none of them run yet; flags that are given "
+        "count more",
     )
     made.add_argument(
         "--out",
@@ -219,6 +220,8 @@ def resolve(
 
 def _check_spelling(passed_on: Sequence[str]) -> None:
     """SGLang would refuse a misspelt flag of ours only when the reference has long been asked."""
+    if passed_on and not passed_on[0].startswith("-"):
+        raise Impossible(f"{passed_on[0]} is no flag, and what is not may only be check REPORT")
     ours = [flag for action in parser()._actions for flag in action.option_strings]
     for arg in passed_on:
         name = arg.partition("=")[0]

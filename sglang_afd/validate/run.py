@@ -48,7 +48,9 @@ def run(settings: Settings, command: Sequence[str], waiting: Waiting) -> Report:
     results: list[PromptResult] = []
     problems: list[Problem] = []
     compared = NO_LAYERS
-    if not other or content == other:  # else the answers say nothing, and nobody need wait for them
+    if (
+        settings.by_url or content == other
+    ):  # else the answers say nothing, and nobody need wait for them
         try:
             reference = references.answer(settings, waiting)
             reference_is = reference.identity

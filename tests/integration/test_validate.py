@@ -119,6 +119,14 @@ def test_a_fault_of_every_layer_begins_in_the_first(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("reference", ["hf", "sglang"])
+def test_bfloat16_passes(validate: Validate, reference: str) -> None:
+    status, report = validate(*flags("1A1F"), "--dtype", "bfloat16", "--reference", reference)
+    assert status == 0, report.reasons
+    assert report.thresholds.precision == "bfloat16"
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "more",
     [("--afd-attention-tp", "2"), ("--chunked-prefill-size", "64", "--prompts", "mixed")],

@@ -68,6 +68,7 @@ def test_prompts_are_cut_to_what_a_request_may_have(tmp_path: Path) -> None:
     ("flags", "says"),
     [
         (["--refrence", "sglang"], "--reference is meant"),
+        (["chek", "report.json"], "chek is no flag"),
         (["--out", "/none/report.json"], "there is no folder /none"),
         (["--new-tokens", "0"], "leaves no room"),
         (["--reference", "vllm"], "--reference vllm is none"),
@@ -149,6 +150,20 @@ def test_another_checkpoint_fails_before_anything_starts(
     found = read(out)
     assert "different checkpoints (model.safetensors)" in found.reasons[0]
     assert command.main(["check", str(out)]) == 1
+
+
+def test_a_folder_without_a_checkpoint_is_another_one(tmp_path: Path) -> None:
+    out, empty = tmp_path / "report.json", tmp_path / "empty"
+    empty.mkdir()
+    argv = ["--reference-model-path", str(empty), "--device", "cpu", "--out", str(out)]
+    assert command.main([*argv, "--work", str(tmp_path)]) == 1
+    assert "different checkpoints (config.json, model.safetensors)" in read(out).reasons[0]
+
+
+def test_a_work_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.main(["--work", "/proc/none"])
+    assert end.value.code == 2 and "--work /proc/none cannot be made" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("side", ["reference", "candidate"])

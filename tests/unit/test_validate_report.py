@@ -96,6 +96,10 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
         },
         "different checkpoints .model.safetensors",
     ),
+    "a checkpoint without files": (
+        {"reference": Identity(kind="hf", configuration={}, checkpoint={}, software={})},
+        "different checkpoints .model.safetensors",
+    ),
     "a problem": (
         {"problems": [Problem(side="candidate", prompt=1, what="refused with status 400")]},
         "candidate, prompt 1: refused with status 400",
