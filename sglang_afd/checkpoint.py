@@ -10,10 +10,12 @@ from typing import Any
 
 from sglang_afd.command_line import last_value
 from sglang_afd.families import Family, MoeFacts, UnsupportedModel, family_of
+from sglang_afd.model_fields import Fields, wrong_field
 
-_ALIASES = {"num_experts": "num_local_experts"}  # transformers writes either
-_DEFAULTS: dict[str, Any] = {"mlp_only_layers": (), "decoder_sparse_step": 1}
 _INDEX = "model.safetensors.index.json"
+_CHECK_PATH = "check --model-path"
+_COMPLETE = "give --model-path the directory of a complete checkpoint"
+_OVERRIDES = "--json-model-override-args"
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Checkpoint:
         config = self.config or {}
         return Fields(config.get("text_config") or config)
 
+    def weight_files(self) -> list[Path]:
+        """The safetensors files that SGLang reads: those of the index, or all without one."""
+        names = self.shards or {n for n in self.files or () if n.endswith(".safetensors")}
+        return [Path(self.path, name) for name in sorted(names)]
+
     def moe_facts(self) -> MoeFacts:
         """The facts of the routed experts.
 
@@ -66,23 +73,6 @@ class Checkpoint:
         return self.family.facts(self.text_config)
 
 
-class Fields:
-    """A configuration's fields as attributes, as families read them of transformers' classes."""
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._fields = fields
-
-    def __getattr__(self, name: str) -> Any:
-        for key in (name, _ALIASES.get(name, name)):
-            if key in self._fields:
-                return self._fields[key]
-        if name in _DEFAULTS:
-            return _DEFAULTS[name]
-        raise UnsupportedModel(
-            f"config.json has no {name}; save the checkpoint with transformers, which writes it"
-        )
-
-
 def read_checkpoint(args: Sequence[str]) -> Checkpoint:
     """Read what SGLang's arguments `args` name as the model.
 
@@ -90,6 +80,13 @@ def read_checkpoint(args: Sequence[str]) -> Checkpoint:
     checkpoint only config.json is fetched.
     """
     path = last_value(args, "--model-path", "--model") or ""
+    try:
+        return _read(path, args)
+    except (OSError, ValueError) as error:  # a path that no file system takes, or may not be read
+        return Checkpoint(path, problem=f"{path} cannot be read: {error}", mend=_CHECK_PATH)
+
+
+def _read(path: str, args: Sequence[str]) -> Checkpoint:
     directory = Path(path)
     if directory.is_dir():
         file = directory / "config.json"
@@ -104,13 +101,20 @@ def read_checkpoint(args: Sequence[str]) -> Checkpoint:
         try:
             file, files = _from_hub(path, last_value(args, "--revision")), None
         except ValueError as error:
-            return Checkpoint(path, problem=str(error), mend="check --model-path")
+            return Checkpoint(path, problem=str(error), mend=_CHECK_PATH)
     try:
-        config = {**_json_object(file), **_overrides(args)}
+        overrides = _overrides(args)
+    except ValueError as error:
+        return Checkpoint(path, problem=str(error), mend="correct it", files=files)
+    try:
+        config = {**_json_object(file), **overrides}
         shards = _shards(directory / _INDEX)
     except ValueError as error:
-        mend = "give --model-path the directory of a complete checkpoint"
-        return Checkpoint(path, problem=str(error), mend=mend, files=files)
+        return Checkpoint(path, problem=str(error), mend=_COMPLETE, files=files)
+    if problem := wrong_field(config):
+        what, _, mend = f"config.json: {problem}".partition("; ")
+        mend += f" (config.json or {_OVERRIDES} says it)" if overrides else ""
+        return Checkpoint(path, problem=what, mend=mend, files=files)
     return Checkpoint(path, config, files=files, shards=shards)
 
 
@@ -127,13 +131,13 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def _overrides(args: Sequence[str]) -> dict[str, Any]:
-    text = last_value(args, "--json-model-override-args") or "{}"
+    text = last_value(args, _OVERRIDES) or "{}"
     try:
         found = json.loads(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"--json-model-override-args is no JSON object: {text}")
+        raise ValueError(f"{_OVERRIDES} is no JSON object: {text}")
     return found
 
 
@@ -141,8 +145,10 @@ def _shards(index: Path) -> frozenset[str]:
     if not index.exists():
         return frozenset()
     weight_map = _json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{index} has no weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
+        raise ValueError(f"{index} has no weight_map of tensors to files")
     return frozenset(weight_map.values())
 
 

@@ -7,7 +7,6 @@ environment variable `ENV` while it starts processes; each child reads it back u
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import time
 
@@ -20,6 +19,11 @@ START_BY_ENV = "SGLANG_AFD_START_BY"
 """Reading of ``time.monotonic()``, one clock for all processes of a host, by which the command's
 ranks must be ready; set when the command starts."""
 TRANSPORTS = ("nvlink", "deepep", "gloo")
+
+MOST_ROWS = 1_000_000
+"""Rows of one exchange: far more than any buffer holds."""
+SHORTEST_WAIT, LONGEST_WAIT = 0.1, 1e6
+"""Seconds: what clocks and sockets measure well; the latter is 11 days."""
 
 
 class ConfigError(ValueError):
@@ -60,12 +64,17 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         ):
             if rows < 1:
                 raise ConfigError(f"{flag} is {rows}; it must be at least 1")
+            if rows > MOST_ROWS:
+                raise ConfigError(f"{flag} is {rows}; it must be at most {MOST_ROWS}")
         for flag, value in (
             ("--afd-startup-timeout", self.startup_timeout),
             ("--afd-exchange-timeout", self.exchange_timeout),
         ):
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{flag} is {value}; it must be a positive number of seconds")
+            if not SHORTEST_WAIT <= value <= LONGEST_WAIT:
+                raise ConfigError(
+                    f"{flag} is {value}; it must be a number of seconds, {SHORTEST_WAIT:g} to "
+                    f"{LONGEST_WAIT:.0f}"
+                )
 
     @property
     def topology(self) -> Topology:

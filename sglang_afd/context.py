@@ -65,7 +65,8 @@ class RankContext:
         if self.role is Role.ATTENTION:
             return tensor is None
         owned = self.topology.experts_of(self.rank, self.facts.num_experts)
-        return tensor is not None and tensor.expert in owned
+        # Layers past the model's are those of its own draft model, which nobody runs.
+        return tensor is not None and tensor.expert in owned and tensor.layer in self.facts.layers
 
     @contextmanager
     def step(self) -> Iterator[StepPlan | None]:

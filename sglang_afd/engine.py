@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_afd import start
 from sglang_afd.command_line import as_flag
-from sglang_afd.plugin import CPU_ENV
+from sglang_afd.plugin import CPU_ENV, check_called
 from sglang_afd.running import free_port
 from sglang_afd.upstream import server
 
@@ -27,7 +27,8 @@ def Engine(**arguments: Any) -> Any:
     Raises:
         sglang_afd.start.Refused: the arguments cannot be right, or a gate refuses them.
         ValueError: a False that SGLang's flags cannot say.
-        RuntimeError: SGLang was imported earlier, for another platform than it will run on.
+        RuntimeError: SGLang was imported earlier, for another platform than it will run on, or the
+            environment keeps it from loading this package's plugin.
 
     A process holds one deployment.  As with ``sglang.Engine``, call it under
     ``if __name__ == "__main__"``: child processes import the main module.
@@ -50,6 +51,7 @@ def Engine(**arguments: Any) -> Any:
             "at import; make the Engine first, or set SGLANG_AFD_CPU=1 before the import"
         )
     server.install_plugins()
+    check_called()
     off = [name for name, value in arguments.items() if value is False]
     try:
         server_args = server.parse([*command.sglang_args, *server.switched_off(off)])

@@ -188,16 +188,22 @@ def _refuse_owned(args: Sequence[str]) -> None:
 
 
 def _check_commands(config: AfdConfig, args: Sequence[str]) -> None:
-    nnodes, node_rank = last_value(args, "--nnodes"), last_value(args, "--node-rank")
+    nnodes = int_value(args, "--nnodes", default=1)
+    node_rank = int_value(args, "--node-rank", default=0)
     address = last_value(args, "--dist-init-addr", "--nccl-init-addr")
     if config.command_role is None:
-        if nnodes not in (None, "1"):
+        if node_rank != 0:
+            raise ConfigError(
+                f"--node-rank {node_rank} needs --afd-role: without it this is the only command; "
+                f"leave it out"
+            )
+        if nnodes != 1:
             raise ConfigError(
                 f"--nnodes {nnodes} needs --afd-role: one command for each role (two in all)"
             )
         return
-    want = "0" if config.command_role is Role.ATTENTION else "1"
-    if nnodes != "2" or (node_rank or "0") != want or address is None:
+    want = 0 if config.command_role is Role.ATTENTION else 1
+    if nnodes != 2 or node_rank != want or address is None:
         raise ConfigError(
             f"--afd-role {config.command_role.value} needs --nnodes 2 --node-rank {want} "
             f"--dist-init-addr HOST:PORT (the attention command's address)"

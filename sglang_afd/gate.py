@@ -2,7 +2,7 @@
 
 Each gate looks at the same `Facts` and either passes or names every refusal with its mend.  They
 run in order (model, topology, transport, execution mode, addresses), and all of them, so that one
-run shows all that is wrong.
+run shows all that is wrong.  Where all pass, the planner's prediction follows: it refuses nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from sglang_afd.config import ConfigError
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import UnsupportedModel
 from sglang_afd.features import refused
+from sglang_afd.plan.advice import advise
+from sglang_afd.platform.defaults import environment_problem
 from sglang_afd.topology import Role, TopologyError
 from sglang_afd.upstream.ports import Port, first_command_ports, one_command_ports
+
+MOST_CPU_RANKS = 64
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A gate's answer: that it passed and what, or one thing that is wrong and its mend."""
+    """A gate's answer: that it passed and what, or one thing that is wrong and its mend.
+
+    A gate that passed with a mend warns.
+    """
 
     gate: str
     passed: bool
@@ -48,10 +55,23 @@ def findings(facts: Facts) -> list[Finding]:
             refusals = list(gate.refusals(facts))
         except (ConfigError, UnsupportedModel) as error:
             refusals = [Refusal.of(error)]
+        except Exception as error:  # whatever a gate did not foresee is a refusal too, no traceback
+            refusals = [unforeseen(gate.name, error)]
         found += [Finding(gate.name, False, *refusal) for refusal in refusals]
         if not refusals:
             found.append(Finding(gate.name, True, gate.summary(facts)))
+    predicted = advise(facts) if all(finding.passed for finding in found) else None
+    if predicted is not None:
+        found.append(Finding("performance", True, *predicted))
     return found
+
+
+def unforeseen(gate: str, error: Exception) -> Refusal:
+    """The refusal of a gate that could not look at what it was given."""
+    return Refusal(
+        f"the {gate} gate could not check this deployment: {type(error).__name__}: {error}",
+        "correct config.json or the flag that it comes from; if all is right, report it",
+    )
 
 
 def _topology(facts: Facts) -> Iterator[Refusal]:
@@ -83,7 +103,7 @@ def _devices(facts: Facts) -> Iterator[Refusal]:
     if device not in (None, "cpu", "cuda"):
         yield Refusal(f"AFD does not run on --device {device}", "use cuda or cpu")
     elif facts.on_cpu:
-        return
+        yield from _cpu(facts)
     elif facts.machine.other_accelerator:
         yield Refusal("AFD runs on CUDA devices and on CPUs", "pass --device cpu")
     else:
@@ -98,6 +118,19 @@ def _devices(facts: Facts) -> Iterator[Refusal]:
                 "lower --afd-attention-ranks, --afd-ffn-ranks or --afd-attention-tp, start the "
                 "roles on two machines (--afd-role), or pass --device cpu",
             )
+
+
+def _cpu(facts: Facts) -> Iterator[Refusal]:
+    ranks = len(facts.config.local_ranks())
+    if ranks > MOST_CPU_RANKS:
+        yield Refusal(
+            f"{ranks} ranks would start on this machine's CPU, each a process with the memory of "
+            f"one; the most are {MOST_CPU_RANKS}",
+            "lower --afd-attention-ranks, --afd-ffn-ranks or --afd-attention-tp",
+        )
+    problem = environment_problem(facts.environment, ranks)
+    if problem:
+        yield Refusal.of(ConfigError(problem))
 
 
 def _topology_summary(facts: Facts) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sglang_afd import start
+from sglang_afd import plugin, start
 from sglang_afd.causes import INTERRUPTED
 from sglang_afd.upstream import server
 
@@ -26,9 +26,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             plural = "s" if ranks > 1 else ""
             print(f"{PROGRAM}: starting {ranks} rank{plural} here; {_PATIENCE}", flush=True)
         server.install_plugins()
+        plugin.check_called()
         arguments = server.parse(command.sglang_args)
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+    except plugin.PluginError as error:
+        start.fail(PROGRAM, str(error))
     except server.FlagError as error:
         start.fail(PROGRAM, f"{error}; see --help")
     server.run(arguments, program=PROGRAM)

@@ -6,19 +6,18 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sglang_afd.command_line import is_on, last_value
+from sglang_afd import weights
+from sglang_afd.command_line import is_on, last_value, values
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import MoeFacts, UnsupportedModel
+from sglang_afd.model_fields import CONTEXT_LENGTHS
+from sglang_afd.weights import FP8_BLOCK, BrokenFile
 
 MAX_TOP_K = 16
+_ACTIVATION = "silu"
+_TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-_BLOCK = 128
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
-_CONTEXT_LENGTHS = (
-    # where SGLang looks, in this order
-    *("max_sequence_length", "seq_length", "max_seq_len", "model_max_length"),
-    "max_position_embeddings",
-)
 _QUANTISE = "use an unquantised checkpoint, or one in FP8 with 128x128 blocks on CUDA devices"
 
 
@@ -44,9 +43,23 @@ def refusals(facts: Facts) -> Iterator[Refusal]:
             f"the router picks {moe.top_k} experts a token; AFD carries {MAX_TOP_K} at most",
             "serve it without --afd-* flags",
         )
+    elif moe.top_k > moe.num_experts > 0:
+        yield Refusal(
+            f"the router picks {moe.top_k} experts a token of {moe.num_experts}",
+            "correct num_experts_per_tok or num_experts in config.json",
+        )
+    activation = checkpoint.text_config.hidden_act
+    if activation != _ACTIVATION:
+        yield Refusal(
+            f"the experts' activation is {activation}; SGLang's {checkpoint.architecture} has "
+            f"{_ACTIVATION} alone",
+            "correct hidden_act in config.json",
+        )
     yield from _context_length(facts)
-    yield from _files(facts)
-    yield from _quantisation(facts, moe)
+    yield from _tokenizer(facts)
+    unserved = list(_quantisation(facts, moe))
+    yield from unserved
+    yield from _weights(facts, look_inside=bool(moe.layers) and not unserved)
 
 
 def summary(facts: Facts) -> str:
@@ -58,7 +71,7 @@ def summary(facts: Facts) -> str:
     return (
         f"{facts.checkpoint.architecture}: {len(moe.layers)} MoE layers of {moe.num_experts} "
         f"experts, top {moe.top_k}, hidden size {moe.hidden_size}, "
-        f"{f'{_BLOCK}x{_BLOCK}-block FP8' if quantised else 'unquantised'}"
+        f"{f'{FP8_BLOCK}x{FP8_BLOCK}-block FP8' if quantised else 'unquantised'}"
     )
 
 
@@ -115,11 +128,27 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
     scaling = text.get("rope_scaling") or {}
     scaled = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
     factor = 1 if scaled else scaling.get("factor", 1)
-    named = (text[key] for key in _CONTEXT_LENGTHS if text.get(key) is not None)
+    named = (text[key] for key in CONTEXT_LENGTHS if text.get(key) is not None)
     return next((int(factor * length) for length in named), None)
 
 
-def _files(facts: Facts) -> Iterator[Refusal]:
+def _tokenizer(facts: Facts) -> Iterator[Refusal]:
+    files = facts.checkpoint.files
+    if files is None or values(facts.args, "--skip-tokenizer-init", "--tokenizer-path"):
+        return
+    if files.isdisjoint(_TOKENIZERS) and not any(name.endswith(".tiktoken") for name in files):
+        yield Refusal(
+            f"{facts.checkpoint.path} has no tokenizer: no {', '.join(_TOKENIZERS)}",
+            "complete the checkpoint, give --tokenizer-path, or pass --skip-tokenizer-init",
+        )
+
+
+def _weights(facts: Facts, look_inside: bool) -> Iterator[Refusal]:
+    """What is wrong with the weight files.
+
+    Args:
+        look_inside: AFD serves the checkpoint's quantisation, so it knows its tensors.
+    """
     checkpoint = facts.checkpoint
     if checkpoint.files is None or last_value(facts.args, "--load-format") == "dummy":
         return
@@ -136,6 +165,16 @@ def _files(facts: Facts) -> Iterator[Refusal]:
             f"{missing[0]}",
             "complete the download",
         )
+        return
+    try:
+        stored = weights.stored_tensors(checkpoint.weight_files())
+    except BrokenFile as error:
+        yield Refusal.of(error)
+        return
+    if look_inside:
+        fp8, family = declared_quantisation(facts) is not None, checkpoint.family
+        expected = family.tensors(checkpoint.text_config)
+        yield from weights.refusals(stored, expected, family, fp8)
 
 
 def _quantisation(facts: Facts, moe: MoeFacts) -> Iterator[Refusal]:
@@ -153,7 +192,7 @@ def _quantisation(facts: Facts, moe: MoeFacts) -> Iterator[Refusal]:
     if method != "fp8" or asked not in (None, "fp8"):
         yield Refusal(f"{asked or method} quantisation is not served", _QUANTISE)
         return
-    if list(block or ()) != [_BLOCK, _BLOCK]:
+    if list(block or ()) != [FP8_BLOCK, FP8_BLOCK]:
         yield Refusal(
             f"FP8 with {'x'.join(map(str, block)) + ' blocks' if block else 'no blocks'} is not "
             f"served",
@@ -161,9 +200,9 @@ def _quantisation(facts: Facts, moe: MoeFacts) -> Iterator[Refusal]:
         )
     if declared.get("activation_scheme", "dynamic") != "dynamic":
         yield Refusal("FP8 with static activation scales is not served", _QUANTISE)
-    if moe.hidden_size % _BLOCK or moe.intermediate_size % _BLOCK:
+    if moe.hidden_size % FP8_BLOCK or moe.intermediate_size % FP8_BLOCK:
         yield Refusal(
-            f"FP8 blocks of {_BLOCK} do not divide the experts' sizes, {moe.hidden_size} and "
+            f"FP8 blocks of {FP8_BLOCK} do not divide the experts' sizes, {moe.hidden_size} and "
             f"{moe.intermediate_size}",
             _QUANTISE,
         )

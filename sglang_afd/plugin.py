@@ -10,11 +10,36 @@ import os
 import sys
 from pathlib import Path
 
-from sglang_afd.config import AfdConfig
+from sglang_afd.config import ENV, AfdConfig
 from sglang_afd.observe.recording import RECORD_ENV
 
 CPU_ENV = "SGLANG_AFD_CPU"
 """Set to 1 by the launcher: run on the CPU reference platform."""
+PLUGIN = "sglang_afd"
+"""Our name among SGLang's plugins, as ``SGLANG_PLUGINS`` lists them."""
+_called = False
+
+
+class PluginError(RuntimeError):
+    """SGLang runs without our hooks; the message says why, and what to do."""
+
+
+def check_called() -> None:
+    """Check that SGLang has called `register`, if there is something to install.
+
+    Raises:
+        PluginError: it has not, and would run without a hook.
+    """
+    if _called or not (os.environ.get(ENV) or os.environ.get(CPU_ENV) == "1"):
+        return
+    listed = os.environ.get("SGLANG_PLUGINS")
+    if listed and PLUGIN not in (name.strip() for name in listed.split(",")):
+        why = f": SGLANG_PLUGINS={listed} leaves it out; add {PLUGIN} to it, or unset it"
+    elif platform := os.environ.get("SGLANG_PLATFORM"):
+        why = f": SGLANG_PLATFORM={platform} leaves it out; unset it"
+    else:
+        why = "; install this package where SGLang is installed (make setup)"
+    raise PluginError(f"SGLang has not loaded its plugin {PLUGIN}{why}")
 
 
 def register() -> None:
@@ -23,8 +48,10 @@ def register() -> None:
     Exits the process with one message if a hook did not take: SGLang would only log it, and a rank
     without its hooks hangs the others.
     """
+    global _called
     try:
         _install()
+        _called = True
     except Exception as error:  # SGLang swallows Exceptions of plugins
         print(f"sglang_afd: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from error

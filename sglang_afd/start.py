@@ -25,6 +25,7 @@ from sglang_afd.machine import this_machine
 from sglang_afd.plugin import CPU_ENV
 from sglang_afd.topology import TopologyError
 
+_PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 _SGLANG_FLAGS = "SGLang's flags"
 _MODEL_FLAGS = ("--model-path", "--model")
 
@@ -64,9 +65,16 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
     command, facts, on_cpu = _read(argv, program)
     args = list(command.sglang_args)
     if facts is not None:
-        refused = [finding for finding in findings(facts) if not finding.passed]
+        found = findings(facts)
+        refused = [finding for finding in found if not finding.passed]
         if refused:
             raise Refused("\n  ".join(f"{f.gate}: {f.message}; {f.mend}" for f in refused))
+        for warning in (finding for finding in found if finding.mend):
+            print(
+                f"{program}: {warning.gate}: {warning.message}; {warning.mend}",
+                file=sys.stderr,
+                flush=True,
+            )
         print(
             f"{program}: AFD with {facts.config.attention_ranks} attention and "
             f"{facts.config.ffn_ranks} FFN ranks; rows travel over {facts.config.transport} "
@@ -77,12 +85,17 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
         # Compiling for every number of rows, used or not, takes longer than a start may.
         os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
     if on_cpu:
-        from sglang_afd.platform.defaults import cpu_server_args
+        from sglang_afd.platform.defaults import cpu_server_args, environment_problem
 
         ranks = command.config.topology.world_size if command.config else _plain_ranks(args)
+        if facts is None and (problem := environment_problem(os.environ, ranks)):
+            raise Refused(problem)  # the gates look at a deployment's
         _set_cpu_environment(ranks, program)
         args += cpu_server_args(args)
+    for name in (ENV, START_BY_ENV):  # an earlier command may have left them: not this one's
+        os.environ.pop(name, None)
     if command.config is not None:
+        _keep_proxies_off(args)
         os.environ[ENV] = command.config.to_json()
         os.environ[START_BY_ENV] = str(began + command.config.startup_timeout)
     return Command(command.config, args)
@@ -165,6 +178,17 @@ def _set_cpu_environment(ranks: int, program: str) -> None:
     for name, value in cpu_environment(ranks).items():
         os.environ.setdefault(name, value)
     os.environ.update({**REQUIRED_ENVIRONMENT, CPU_ENV: "1"})
+
+
+def _keep_proxies_off(args: Sequence[str]) -> None:
+    """Have SGLang, which calls its own HTTP server when it starts, reach it without a proxy."""
+    if not any(os.environ.get(name) for name in _PROXIES):
+        return
+    host = last_value(args, "--host")
+    here = ["127.0.0.1", "localhost", *([host] if host else [])]
+    for name in ("no_proxy", "NO_PROXY"):
+        given = [part.strip() for part in os.environ.get(name, "").split(",") if part.strip()]
+        os.environ[name] = ",".join(dict.fromkeys([*given, *here]))
 
 
 def _plain_ranks(args: Sequence[str]) -> int:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+MOST_RANKS = 4096
+"""Of each count: more than any deployment has, and few enough to count with."""
+
 
 class Role(Enum):
     """What a rank holds: requests, KV cache and attention, or experts."""
@@ -32,9 +35,13 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("attention_ranks", "ffn_ranks", "attention_tp"):
+            flag = "--afd-" + name.replace("_", "-")
             if getattr(self, name) < 1:
-                flag = "--afd-" + name.replace("_", "-")
                 raise TopologyError(f"{flag} is {getattr(self, name)}; it must be at least 1")
+            if getattr(self, name) > MOST_RANKS:
+                raise TopologyError(
+                    f"{flag} is {getattr(self, name)}; it must be at most {MOST_RANKS}"
+                )
 
     @property
     def dp_size(self) -> int:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 
 from sglang_afd.addresses import is_local
 from sglang_afd.command_line import last_value
-from sglang_afd.config import ConfigError
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import MoeFacts
 from sglang_afd.flags import EXPERT_RUNNERS
 from sglang_afd.observe.holdings import size
-from sglang_afd.topology import Role, TopologyError
+from sglang_afd.topology import Role
 from sglang_afd.transports import estimate
 
 DEEPEP_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -78,8 +77,8 @@ def choose(asked: Callable[[str], Facts], on_cpu: bool, two_commands: bool) -> t
     for name in ("deepep",) if two_commands else ("nvlink", "deepep"):
         try:
             first = next(refusals(asked(name)), None)
-        except (ConfigError, TopologyError):
-            first = None  # whichever the transport, the deployment cannot be right
+        except Exception:
+            first = None  # the deployment cannot be right, and the gates say why
         if first is None:
             return name, "; ".join([*why, "the deployment fits it"])
         why.append(f"no {name}: {first.message}")
@@ -221,9 +220,8 @@ def _memory(facts: Facts, moe: MoeFacts) -> Iterator[Refusal]:
 
 
 def _held(facts: Facts, moe: MoeFacts) -> Iterator[tuple[int, int]]:
-    fp8 = (facts.checkpoint.config or {}).get("quantization_config", {}).get(
-        "quant_method"
-    ) == "fp8"
+    quantised = (facts.checkpoint.config or {}).get("quantization_config") or {}
+    fp8 = quantised.get("quant_method") == "fp8"
     itemsize = _ITEMSIZE.get(row_dtype(facts), 2)
     buffers = estimate(facts.config, moe, itemsize=itemsize, fp8=fp8)
     return ((held.kept, held.passing) for held in buffers)

@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.support.layouts import Layout
 from tests.support.world import World, Worlds, Zygote
+
+# How long an example takes says more of the machine's load than of the code.
+settings.register_profile("any load", deadline=None)
+settings.load_profile("any load")
 
 _WORLDS = pytest.StashKey[Worlds]()
 _FAILED = pytest.StashKey[bool]()

@@ -1,32 +1,37 @@
 """Model families that AFD serves: one file each, found by the checkpoint's architecture name.
 
-A family says where a checkpoint's routed experts are: their facts (`MoeFacts`) and the names of
-their tensors.  Everything else in the extension is the same for all families.
+A family's file has a `FAMILY`: the facts of a checkpoint's routed experts (`MoeFacts`), the names
+of their tensors, and which tensors a whole checkpoint has.  Everything else in the extension is
+the same for all families; see docs/adding_a_model.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from importlib import import_module
+from pkgutil import iter_modules
 
-from sglang_afd.families import qwen3_moe
-from sglang_afd.families.facts import ExpertTensor, MoeFacts, UnsupportedModel
+from sglang_afd.families.facts import ExpertTensor, MoeFacts, Shape, UnsupportedModel
+from sglang_afd.families.family import ExpertNames, Family
 
-__all__ = ["FAMILIES", "ExpertTensor", "Family", "MoeFacts", "UnsupportedModel", "family_of"]
+__all__ = [
+    "FAMILIES",
+    "ExpertNames",
+    "ExpertTensor",
+    "Family",
+    "MoeFacts",
+    "Shape",
+    "UnsupportedModel",
+    "family_of",
+]
 
-
-class Family(NamedTuple):
-    """What the extension needs to know of a family."""
-
-    facts: Callable[[Any], MoeFacts]
-    """HF config -> facts of its routed experts."""
-    expert_tensor: Callable[[str], ExpertTensor | None]
-    """Checkpoint tensor name -> the expert tensor it is, or None."""
-
-
+_SHARED = ("facts", "family", "__main__")
+_modules = sorted({module.name for module in iter_modules(__path__)}.difference(_SHARED))
 FAMILIES: dict[str, Family] = {
-    "Qwen3MoeForCausalLM": Family(qwen3_moe.facts, qwen3_moe.expert_tensor),
+    architecture: family
+    for family in (import_module(f"{__name__}.{module}").FAMILY for module in _modules)
+    for architecture in family.architectures
 }
+"""Every family, by the architectures it serves."""
 
 
 def family_of(architecture: str) -> Family:

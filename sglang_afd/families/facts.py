@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+Shape = tuple[int, ...]
+
 
 class UnsupportedModel(ValueError):
     """A checkpoint that AFD cannot serve; the message says what is served."""

@@ -1,19 +1,25 @@
-"""Qwen3-MoE: experts at ``model.layers.L.mlp.experts.E.{gate,up,down}_proj``."""
+"""Qwen3-MoE: softmax router, QK norm over a head, dense layers where the config says so."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from sglang_afd.families.facts import ExpertTensor, MoeFacts
-
-_NAME = re.compile(
-    r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.(\w+)"
+from sglang_afd.families.facts import MoeFacts
+from sglang_afd.families.family import (
+    ExpertNames,
+    Family,
+    Tensors,
+    attention_widths,
+    decoder,
+    feed_forward,
+    grouped_attention,
+    routed_experts,
 )
-_PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+_EXPERTS = ExpertNames()
 
 
-def facts(hf_config: Any) -> MoeFacts:
+def _facts(hf_config: Any) -> MoeFacts:
     """Facts of a ``Qwen3MoeConfig``: layers in `mlp_only_layers` or off the step are dense."""
     layers = tuple(
         layer
@@ -31,10 +37,31 @@ def facts(hf_config: Any) -> MoeFacts:
     )
 
 
-def expert_tensor(name: str) -> ExpertTensor | None:
-    """The expert tensor that a checkpoint name stands for, or None."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return None
-    layer, expert, projection, suffix = match.groups()
-    return ExpertTensor(int(layer), int(expert), _PROJECTIONS[projection], suffix)
+def _tensors(hf_config: Any) -> Tensors:
+    facts, hidden = _facts(hf_config), hf_config.hidden_size
+    query, _ = attention_widths(hf_config)
+    head = (query // hf_config.num_attention_heads,)
+
+    def layer(index: int, prefix: str) -> Tensors:
+        yield from grouped_attention(hf_config, prefix, bias=hf_config.attention_bias)
+        yield f"{prefix}.self_attn.q_norm.weight", head
+        yield f"{prefix}.self_attn.k_norm.weight", head
+        if index in facts.layers:
+            yield f"{prefix}.mlp.gate.weight", (facts.num_experts, hidden)
+            yield from routed_experts(_EXPERTS, index, facts)
+        else:
+            yield from feed_forward(f"{prefix}.mlp", hidden, hf_config.intermediate_size)
+
+    yield from decoder(hf_config, layer)
+
+
+FAMILY = Family(
+    name="Qwen3-MoE",
+    architectures=("Qwen3MoeForCausalLM",),
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B",
+    facts=_facts,
+    experts=_EXPERTS,
+    tensors=_tensors,
+    cpu="FP32: 1A1F, 2A1F, 2A2F, 3A1F, 1A1F with attention TP 2",
+    gpu="two H200s: 1A1F on deepep; one shared H200: BF16 and FP8",
+)

@@ -65,6 +65,8 @@ def refused(args: Sequence[str], environment: Mapping[str, str]) -> Iterator[Ask
 
     A setting of a refused feature asks for it, and a flag that is in no list for `UNKNOWN`.
     """
+    args, ambiguous = _without_ambiguous(args)
+    yield from ambiguous
     for feature in FEATURES:
         if feature.served:
             continue
@@ -82,9 +84,26 @@ def refused(args: Sequence[str], environment: Mapping[str, str]) -> Iterator[Ask
         yield Asked(UNKNOWN, flag)
 
 
+def _without_ambiguous(args: Sequence[str]) -> tuple[list[str], list[Asked]]:
+    """`args` with a placeholder for each abbreviation of several flags, and their refusals."""
+    kept: list[str] = []
+    found: list[Asked] = []
+    for arg in args:
+        name = arg.partition("=")[0]
+        meant = sorted(flag for flag in KNOWN if arg.startswith("--") and means(name, flag))
+        if len(meant) > 1 and name not in KNOWN:
+            reason = f"it is short for {', '.join(meant)}"
+            mend = "write the flag that is meant in full"
+            found.append(Asked(refused_row("an ambiguous feature", reason, mend), name))
+            kept.append("--")
+        else:
+            kept.append(arg)
+    return kept, found
+
+
 def _unknown(args: Sequence[str]) -> Iterator[str]:
     """The flags in `args` that no row, no list and no --afd-* flag stands for."""
-    names = (arg.partition("=")[0] for arg in args if arg.startswith("--"))
+    names = (arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--")
     for name in names:
         spelt = name.replace("--no-", "--", 1)  # the other form of a switch
         if not any(means(spelt, flag) for flag in KNOWN):

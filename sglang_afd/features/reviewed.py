@@ -25,6 +25,8 @@ PASSED: dict[str, tuple[str, ...]] = {
         *("--fp8-gemm-backend", "--sampling-backend", "--enable-custom-logit-processor"),
         *("--sampling-mask-max-tokens", "--enable-watermark", "--watermark-config"),
         *("--disable-flashinfer-autotune", "--flashinfer-autotune-skip-ops"),
+        *("--disable-chunked-prefix-cache", "--flashinfer-mla-disable-ragged"),
+        "--disable-shared-experts-fusion",
     ),
     "requests and KV pages of each attention rank": (
         *("--mem-fraction-static", "--max-running-requests", "--max-queued-requests"),
@@ -200,8 +202,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "Settings of other model families, quantisations and platforms": (
         *("--c128-page-size", "--swa-full-tokens-ratio", "--swa-prefix-tails"),
         *("--disable-hybrid-swa-memory", "--enable-encoder-swa-bounded-replay"),
-        *("--enable-decoder-swa-bounded-replay", "--disable-chunked-prefix-cache"),
-        *("--flashinfer-mla-disable-ragged", "--disable-shared-experts-fusion"),
+        "--enable-decoder-swa-bounded-replay",
         *("--dsa-prefill-backend", "--dsa-decode-backend", "--dsa-paged-mqa-logits-backend"),
         *("--dsa-topk-backend", "--dsa-triton-union", "--enable-dsa-fused-indexer"),
         *("--dsv4-prefill-backend", "--dsv4-attn-backend", "--enable-deepseek-v4-fp4-indexer"),

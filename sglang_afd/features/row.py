@@ -24,7 +24,17 @@ class Switch:
 
     def turned_on_by(self, value: str | None) -> bool:
         """Whether the flag with `value` (None: given without one) turns the feature on."""
-        return value not in self.off and (not self.only or value in self.only)
+        means = None if value is None else _number(value)
+        off, only = [*map(_number, self.off)], [*map(_number, self.only)]
+        return means not in off and (not only or means in only)
+
+
+def _number(value: str) -> str | float:
+    """A value as SGLang's parser understands it: 1 is ``01`` and ``+1`` too."""
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 @dataclass(frozen=True)

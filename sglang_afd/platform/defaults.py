@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 MAX_TOTAL_TOKENS = 16384
 """KV pool of each rank, in tokens.  SGLang would size it from the free memory of the whole machine,
 in each rank again: gigabytes for a small model."""
+
+BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+"""Which cores each rank is bound to."""
 
 REQUIRED_ENVIRONMENT = {
     # The platform's entry point; plugins of other platforms are then not even imported.
@@ -36,7 +39,7 @@ def cpu_environment(world_size: int) -> dict[str, str]:
     return {
         **REQUIRED_ENVIRONMENT,
         # The rest is the user's to choose.
-        "SGLANG_CPU_OMP_THREADS_BIND": thread_binding(cores, world_size),
+        BIND: thread_binding(cores, world_size),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         # torch.compile would need a C++ compiler and seconds of tracing in the first requests.
@@ -45,6 +48,45 @@ def cpu_environment(world_size: int) -> dict[str, str]:
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
     }
+
+
+def environment_problem(environment: Mapping[str, str], ranks: int) -> str | None:
+    """What of the user's own thread settings no rank could start with, ``what; mend``, or None.
+
+    Args:
+        ranks: those that start here.
+    """
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        value = environment.get(name) or "1"
+        if not value.strip().isdecimal() or int(value) < 1:
+            return f"{name} is {value!r}, which is no number of threads; correct it, or unset it"
+    binding = environment.get(BIND)
+    if not binding or (binding == "all" and ranks == 1):
+        return None
+    mend = f"give each of the {ranks} ranks its cores, as in 0-1|2,3, or unset it"
+    fields = binding.split("|")
+    try:
+        empty = not all(parse_cores(field) for field in fields)
+    except ValueError:
+        empty = True
+    if empty:
+        return f"{BIND} is {binding!r}, which names no cores; {mend}"
+    if len(fields) < ranks:
+        return f"{BIND} has {len(fields)} fields; {mend}"
+    return None
+
+
+def parse_cores(field: str) -> list[int]:
+    """Core numbers of one field of `BIND`: ``"0-2,5"`` is 0, 1, 2, 5.
+
+    Raises:
+        ValueError: it is no such field.
+    """
+    cores: list[int] = []
+    for part in field.split(","):
+        first, _, last = part.partition("-")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def thread_binding(cores: Sequence[int], world_size: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sglang_afd.platform.defaults import BIND, parse_cores
 from sglang_afd.upstream.hooks import Hook, Kind
 
 
@@ -26,19 +27,10 @@ def bind_threads(*, local_omp_cpuid: str | list[int], dist_init_method: str | No
     cores = set(parse_cores(field) if isinstance(field, str) else field) & usable
     if cores:
         os.sched_setaffinity(0, cores)
-    fields = os.environ.get("SGLANG_CPU_OMP_THREADS_BIND", "").split("|")
+    fields = os.environ.get(BIND, "").split("|")
     threads = max(1, len(cores or usable) // max(1, fields.count(str(field))))
     limit = int(os.environ.get("OMP_NUM_THREADS") or threads)
     torch.set_num_threads(min(threads, limit))
-
-
-def parse_cores(field: str) -> list[int]:
-    """Core numbers of one field of ``SGLANG_CPU_OMP_THREADS_BIND``: ``"0-2,5"`` is 0, 1, 2, 5."""
-    cores: list[int] = []
-    for part in field.split(","):
-        first, _, last = part.partition("-")
-        cores.extend(range(int(first), int(last or first) + 1))
-    return cores
 
 
 def check_alignment(model_config: Any, load_config: Any, tp_size: int) -> Any:
@@ -106,6 +98,49 @@ def gather_flat(original: Any, group: Any, output: torch.Tensor, input: torch.Te
     original(group, output.view(-1), input.reshape(-1))
 
 
+def norm_over_heads(
+    norm: Any, q: torch.Tensor, k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norms of q and k, [rows, heads * head_dim], each over all heads of all attention-TP
+    ranks."""
+    from sglang.srt.layers.dp_attention import attn_tp_all_reduce
+
+    ranks = norm._world_size
+    squares = torch.stack([x.float().square().mean(-1) for x in (q, k)])
+    if ranks > 1:
+        squares = attn_tp_all_reduce(squares) / ranks
+    scales = (squares + norm._eps).rsqrt()[..., None]
+    weights = (norm._q_norm.weight, norm._k_norm.weight)
+    q, k = (
+        (x.float() * scale * weight.float()).to(x.dtype)
+        for x, scale, weight in zip((q, k), scales, weights)
+    )
+    return q, k
+
+
+def latent_attention(original: Any, *args: Any) -> Any:
+    """How latent attention (MLA) runs on an attention backend, the last of `args`.
+
+    PyTorch's own reads keys and values out of the pool, where only the latent ones are.
+    """
+    if args[-1] != "torch_native":
+        return original(*args)
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
+
+    return lambda attention, batch: AttnForwardMethod.MLA
+
+
+def unscaled_rotation(original: Any, *args: Any) -> Any:
+    """SGLang's rotary embedding on a CPU, by the arguments of ``get_rope_cpu``; that of other
+    devices where the sixth, how positions are scaled, is None."""
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    *given, scaling = args[:6]
+    return get_rope(*given) if scaling is None else original(*args)
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.distributed.bootstrap._init_cpu_threads_env",
@@ -136,5 +171,25 @@ HOOKS: tuple[Hook, ...] = (
         Kind.AROUND,
         gather_flat,
         "gloo, unlike NCCL, wants the output's shape to be the input's but for the first dimension",
+    ),
+    Hook(
+        "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm._forward_naive",
+        Kind.REPLACE,
+        norm_over_heads,
+        "MiniMax-M2 norms queries and keys with Triton kernels",
+    ),
+    Hook(
+        "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu",
+        Kind.AROUND,
+        unscaled_rotation,
+        "on a CPU SGLang knows latent attention with YaRN alone",
+    ),
+    Hook(
+        "sglang.srt.models.deepseek_common.attention_backend_handler"
+        ".AttentionBackendRegistry.get_handler",
+        Kind.AROUND,
+        latent_attention,
+        "SGLang treats an attention backend that it does not know as Triton's, which takes whole "
+        "keys and values in prefill",
     ),
 )

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController"
+_DETOKENIZER = "sglang.srt.managers.detokenizer_manager.DetokenizerManager"
 _GLOO = "gloo/"  # in its errors: a peer has ended, or hangs
 _served: dict[int, str] = {}  # the process that serves, once it does: its program
 _interrupts: list[int] = []
@@ -53,7 +54,7 @@ def ending(program: str) -> Iterator[None]:
         status = end.code
     except Exception as error:
         traceback.print_exc()
-        causes.note(f"{type(error).__name__}: {error}", consequence=True)
+        causes.note(f"{type(error).__name__}: {error}{_mend(error)}", consequence=True)
         status = 1
     _end_children()
     cause = causes.told()
@@ -109,10 +110,20 @@ def _note_cause(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     except Exception as error:
         lost = isinstance(error, ExchangeError | StartError) or _GLOO in str(error)
-        text = str(error) or type(error).__name__
+        text = (str(error) or type(error).__name__) + _mend(error)
         name = _name()
         causes.note(text if text.startswith(name) else f"{name}: {text}", consequence=lost)
         raise
+
+
+def _mend(error: Exception) -> str:
+    """What to do about a port that was free when the gates looked, or an empty text."""
+    if "address already in use" not in str(error).lower():
+        return ""
+    return (
+        "; another process took this port while the command started: choose another --port (or, "
+        "with two commands, another port in --dist-init-addr)"
+    )
 
 
 def _name() -> str:
@@ -168,6 +179,7 @@ HOOKS: tuple[Hook, ...] = (
             f"{_SCHEDULER}.__init__",
             f"{_SCHEDULER}.run_event_loop",
             f"{_CONTROLLER}.__init__",
+            f"{_DETOKENIZER}.__init__",
         )
     ),
     *(

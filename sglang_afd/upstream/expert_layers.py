@@ -41,8 +41,11 @@ class RemoteExperts(nn.Module):
     should_fuse_routed_scaling_factor_in_topk = False
 
     def __init__(self, *, layer_id: int, routing_method_type: Any = None, **_: Any) -> None:
+        from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+
         super().__init__()
         self.layer_id, self.routing_method_type = layer_id, routing_method_type
+        self.moe_runner_config = MoeRunnerConfig(inplace=False)
 
     def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
         """[n, H] rows and SGLang's top-k output -> [n, H] combined rows."""
@@ -78,7 +81,7 @@ class ExpertModel(nn.Module):
                         hidden_size=facts.hidden_size,
                         intermediate_size=facts.intermediate_size,
                         quant_config=quant_config,
-                        prefix=f"model.layers.{layer}.mlp.experts",
+                        prefix=context.family.experts.prefix(layer),
                         uses_expert_location=False,
                         inplace=False,
                         no_combine=True,
@@ -119,10 +122,9 @@ class ExpertModel(nn.Module):
             )
             missing.discard(tensor)
         if missing:
-            layer, expert, projection, suffix = min(missing)
             raise ValueError(
-                f"{context.name} found no {projection} {suffix} of expert {expert} in layer "
-                f"{layer} ({len(missing)} tensors are missing): the checkpoint is incomplete"
+                f"{context.name} found no {context.family.experts.spell(min(missing))} "
+                f"({len(missing)} tensors are missing): the checkpoint is incomplete"
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> None:

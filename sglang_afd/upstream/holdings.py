@@ -120,7 +120,7 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
         weight_bytes=sum(weight.nbytes for weight in weights),
         load_peak_bytes=_load_peak,
         kv_tokens=int(runner.max_total_num_tokens) if attention else 0,
-        kv_bytes=int(sum(runner.token_to_kv_pool.get_kv_size_bytes())),
+        kv_bytes=_kv_bytes(runner.token_to_kv_pool),
         communicator_bytes=_measured["communicator"],
         buffer_bytes=_measured["buffers"],
         buffer_estimate_bytes=held.kept,
@@ -131,6 +131,12 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
     _holdings[:] = everyone
     if context.rank == 0:
         logger.info("What the ranks hold:\n%s", table(_holdings))
+
+
+def _kv_bytes(pool: Any) -> int:
+    """SGLang's pools tell keys' and values' bytes, or one number where values are part of keys."""
+    told = pool.get_kv_size_bytes()
+    return int(sum(told) if isinstance(told, tuple) else told)
 
 
 def _show_in_server_info(result: Any, *args: Any, **kwargs: Any) -> Any:

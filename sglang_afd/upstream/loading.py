@@ -18,10 +18,24 @@ def _read_own_tensors(
 
     context = current()
     for file in hf_weights_files:
-        with safetensors.safe_open(file, framework="pt", device="cpu") as tensors:
+        try:
+            opened = safetensors.safe_open(file, framework="pt", device="cpu")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise _unreadable(file, error) from error
+        with opened as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
                 if context.loads_tensor(name):
-                    yield name, tensors.get_tensor(name)
+                    try:
+                        tensor = tensors.get_tensor(name)
+                    except (OSError, safetensors.SafetensorError) as error:
+                        raise _unreadable(f"{name} in {file}", error) from error
+                    yield name, tensor
+
+
+def _unreadable(what: str, error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"{current().name} cannot read {what}: {error}; download the checkpoint again, whole"
+    )
 
 
 HOOKS = tuple(

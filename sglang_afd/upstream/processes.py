@@ -16,6 +16,7 @@ from sglang_afd.upstream.hooks import Hook, Kind
 
 _ENGINE = "sglang.srt.entrypoints.engine"
 _CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController"
+_CONTROLLER_NAME = "the DP controller"  # the first of the processes; the ranks follow in order
 
 
 def hooks(config: AfdConfig) -> tuple[Hook, ...]:
@@ -50,7 +51,24 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         if config.command_role is not Role.FFN:
             original(*args, **kwargs)
 
+    def name_processes(
+        watchdog: Any,
+        processes: list[Any],
+        process_names: list[str] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        ours = [_CONTROLLER_NAME, *map(config.topology.name_of, config.local_ranks())]
+        theirs = process_names or [f"process {index}" for index in range(len(processes))]
+        return (watchdog, processes, [*ours, *theirs[len(ours) :]][: len(processes)], *args), kwargs
+
     return (
+        Hook(
+            "sglang.srt.utils.watchdog.SubprocessWatchdog.__init__",
+            Kind.BEFORE,
+            name_processes,
+            "what ended is then called by its name: SGLang's scheduler_0 is the DP controller",
+        ),
         Hook(
             f"{_ENGINE}._calculate_rank_ranges",
             Kind.AROUND,

@@ -26,6 +26,12 @@ from sglang_afd.upstream.roles import on_ffn
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
+_SCHEDULING = (
+    # what both commands must be told alike; the random seed is rank 0's on every rank
+    *("chunked_prefill_size", "max_prefill_tokens", "max_running_requests", "page_size"),
+    *("disable_overlap_schedule", "enable_mixed_chunk", "schedule_policy"),
+)
+
 
 def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     """Hooks of a scheduler process."""
@@ -34,7 +40,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     experts: list[Any] = []
 
     def learn_rank(_: None, scheduler: Any) -> None:
-        from sglang.srt.runtime_context import get_model, get_parallel, get_schedule
+        from sglang.srt.runtime_context import get_memory, get_model, get_parallel, get_schedule
 
         model, schedule = scheduler.model_config, get_schedule()
         family = family_of(model.hf_config.architectures[0])
@@ -47,8 +53,8 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             **checkpoint_identity(model.model_path, getattr(model.hf_config, "_commit_hash", None)),
             "load_format": str(get_model().load_format),
             "revision": model.revision,
-            "chunked_prefill_size": schedule.chunked_prefill_size,
-            "disable_overlap_schedule": schedule.disable_overlap_schedule,
+            **{name: getattr(schedule, name) for name in _SCHEDULING},
+            "disable_radix_cache": get_memory().disable_radix_cache,
             "sglang_afd": importlib.metadata.version("sglang_afd"),
         }
         enter(RankContext(config, get_parallel().tp_rank, family, facts, agreement))

@@ -18,7 +18,12 @@ def layout(request: pytest.FixtureRequest) -> Layout:
 
 
 @pytest.fixture
-def expect(references: References, checkpoints: Callable[[str], Path]) -> Expect:
-    """What the embedded model answers: ``expect(prompts, new_tokens)``."""
-    embedded = checkpoints("embedded")
-    return lambda asked, new_tokens: references.greedy(embedded, asked, new_tokens)
+def expect(
+    request: pytest.FixtureRequest, references: References, checkpoints: Callable[[str], Path]
+) -> Expect:
+    """What the checkpoint of the test's layout answers: ``expect(prompts, new_tokens)``; that of
+    the embedded model, if the test runs on no layout."""
+    callspec = getattr(request.node, "callspec", None)
+    layout = callspec.params.get("world") if callspec else None
+    checkpoint = checkpoints(layout.checkpoint if isinstance(layout, Layout) else "embedded")
+    return lambda asked, new_tokens: references.greedy(checkpoint, asked, new_tokens)

@@ -61,6 +61,26 @@ def test_loads(world: World) -> None:
     assert wait_until(lambda: running() == [0, 0], 10), running()
 
 
+UNCOMPUTABLE = [
+    ("/generate", {"text": ""}),
+    ("/generate", {"text": ["fine", ""]}),
+    ("/generate", {"input_ids": []}),
+    ("/generate", {"input_ids": [999999]}),
+    ("/generate", {"input_ids": [[5, 6], [7, -5]]}),
+    ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 5000}),
+    ("/v1/completions", {"model": "x", "prompt": ""}),
+    ("/v1/completions", {"model": "x", "prompt": [1, -1]}),
+    ("/v1/completions", {"model": "x", "prompt": "a", "logprobs": 5000}),
+]
+
+
+def test_requests_that_no_rank_can_compute(world: World, expect: Expect) -> None:
+    """They are the client's mistake, and no rank ends by them."""
+    for path, body in UNCOMPUTABLE:
+        assert world.post(path, body).status_code == 400, (path, body)
+    check(world, expect, prompts([20], seed=45), 4)
+
+
 def test_metrics(world: World) -> None:
     """Prometheus counters count what the attention ranks have served."""
 

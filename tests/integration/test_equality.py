@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.layouts import A1F1, A1T2F1, A2F1, A2F2, A3F1, SMALL, STOCK, Layout, on
+from tests.support.layouts import (
+    A1F1,
+    A1T2F1,
+    A2F1,
+    A2F2,
+    A3F1,
+    SMALL,
+    STOCK,
+    Layout,
+    families,
+    on,
+)
 from tests.support.reference import Expect, References, assert_equal, check
 from tests.support.workload import prompts, send
 from tests.support.world import World
@@ -32,11 +43,14 @@ def test_tokens_equal_transformers(
 
 
 @pytest.mark.full
-@on(*(layout for layout in _SEEDED if layout != A2F1.of("seeded")))
+@on(
+    *(layout for layout in _SEEDED if layout != A2F1.of("seeded")),
+    *families(STOCK, A1F1, A2F1, A2F2, A1T2F1),
+)
 def test_seeded_tokens_equal_transformers(
     world: World, layout: Layout, references: References, checkpoints: Checkpoints
 ) -> None:
-    """The same for a checkpoint of other dimensions, in two shards."""
+    """The same for checkpoints of other dimensions and families, in two shards."""
     test_tokens_equal_transformers(world, layout, references, checkpoints)
 
 
@@ -52,13 +66,13 @@ def test_zeroed_experts_change_the_answers(
     assert all(a.tokens != t.tokens for a, t in zip(answers, trained))
 
 
-@on(SMALL)
+@on(SMALL, *families(SMALL))
 def test_small_caps(world: World, expect: Expect) -> None:
     """The whole workload, although a prompt takes chunks and a chunk takes slices."""
     check(world, expect, prompts(), 64)
 
 
-@on(SMALL)
+@on(SMALL, *families(SMALL))
 def test_a_rank_left_idle(world: World, expect: Expect) -> None:
     """All requests on DP rank 1: rank 0 takes part in every exchange without a token."""
     answers = check(world, expect, prompts(), 24, routed_dp_rank=1)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.client import chat_body, request_body
-from tests.support.layouts import A2F1, CAP, CHUNK, RUNNING, SMALL, WIDER, Layout, on
+from tests.support.layouts import A2F1, CAP, CHUNK, RUNNING, SMALL, WIDER, Layout, families, on
 from tests.support.processes import wait_until
 from tests.support.reference import Expect, assert_equal, check
 from tests.support.workload import prompts, send
@@ -71,7 +71,7 @@ def test_streaming(world: World, expect: Expect) -> None:
     assert counts[-1] == len(whole.tokens)
 
 
-@on(SMALL, full=WIDER)
+@on(SMALL, full=(*WIDER, *families(SMALL, *WIDER)))
 def test_abort(world: World, layout: Layout, expect: Expect) -> None:
     """A request ends by hanging up or by name; others are still right, and its KV is free."""
     flush(world)
@@ -116,7 +116,7 @@ def test_overlap_scheduler_off(world: World, expect: Expect) -> None:
     check(world, expect, prompts(), 24)
 
 
-@on(SMALL, full=WIDER)
+@on(SMALL, full=(*WIDER, *families(SMALL, *WIDER)))
 def test_radix_cache(world: World, expect: Expect) -> None:
     """Prompts that share a prefix with an earlier one reuse its KV."""
     [stem] = prompts([150], seed=22)
@@ -136,7 +136,7 @@ def test_radix_cache_off(world: World, expect: Expect) -> None:
         assert answer.cached_tokens == 0
 
 
-@on(SMALL, full=WIDER)
+@on(SMALL, full=(*WIDER, *families(SMALL, *WIDER)))
 def test_chunked_prefill(world: World, expect: Expect) -> None:
     """A long prompt takes a batch for each chunk, and each exchange of one several slices."""
     length = 300

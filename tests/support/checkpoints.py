@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import shutil
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -80,16 +81,17 @@ def seeded_qwen3_moe(
     scales = _scales(config, router_spread, logit_spread, attention_scale, expert_scale)
     changes: dict[str, Edit] = {}
     if planting is not None:
-        changes = edits(config, planting, logit_spread=logit_spread, normal=partial(_normal, seed))
-    if shards == 1:
-        tensors = {n: _tensor(n, *scales[n], seed, dtype, changes) for n in scales}
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    else:
-        _write_shards(directory, scales, seed, dtype, shards, changes)
+        changes = edits(config, planting, logit_spread=logit_spread, normal=partial(normal, seed))
+    write_weights(directory, scales, lambda n: _tensor(n, *scales[n], seed, dtype, changes), shards)
     if vocab >= EMBEDDED_VOCAB:
-        for name in TOKENIZER_FILES:
-            shutil.copyfile(embedded.path() / name, directory / name)
+        write_tokenizer(directory)
     return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Give a checkpoint the embedded model's tokenizer."""
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(embedded.path() / name, directory / name)
 
 
 def _scales(
@@ -146,34 +148,33 @@ def _tensor(
 ) -> torch.Tensor:
     if scale == 0:
         return torch.ones(shape, dtype=dtype)
-    tensor = _normal(seed, name, shape) * scale
+    tensor = normal(seed, name, shape) * scale
     return changes.get(name, lambda same: same)(tensor).to(dtype)
 
 
-def _normal(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def normal(seed: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Unit normal values that depend on the arguments alone."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(shape, generator=generator)
 
 
-def _write_shards(
-    directory: Path,
-    scales: dict[str, tuple[tuple[int, ...], float]],
-    seed: int,
-    dtype: torch.dtype,
-    shards: int,
-    changes: dict[str, Edit],
+def write_weights(
+    directory: Path, names: Iterable[str], make: Callable[[str], torch.Tensor], shards: int
 ) -> None:
-    """One file at a time, so that memory holds one shard."""
-    names = sorted(scales)
+    """Write the tensors ``make(name)``, dealt in turn to `shards` files, with an index if there
+    are several; one file at a time, so that memory holds one shard."""
+    names = sorted(names)
     weight_map: dict[str, str] = {}
     size = 0
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        tensors = {n: _tensor(n, *scales[n], seed, dtype, changes) for n in names[shard::shards]}
+        if shards == 1:
+            file = "model.safetensors"
+        tensors = {name: make(name) for name in names[shard::shards]}
         save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
         size += sum(t.nbytes for t in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    if shards > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

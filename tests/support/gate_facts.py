@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from sglang_afd.checkpoint import read_checkpoint
 from sglang_afd.facts import Facts
+from sglang_afd.families import UnsupportedModel, family_of
 from sglang_afd.flags import parse
 from sglang_afd.machine import Gpu, Machine
+from sglang_afd.model_fields import Fields, wrong_field
 from sglang_afd.running import free_port
 
 MODEL: dict[str, Any] = {
@@ -22,6 +26,8 @@ MODEL: dict[str, Any] = {
     "num_experts": 16,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 256,
+    "intermediate_size": 512,
+    "vocab_size": 1024,
 }
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 H200 = Gpu("H200", (9, 0))
@@ -29,14 +35,51 @@ GPUS = Machine((H200,) * 8, frozenset({"deep_ep", "deep_gemm"}))
 ONE_OF_EACH = ("--afd-attention-ranks", "1", "--afd-ffn-ranks", "1")
 
 
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+"""Name -> type as safetensors names it, and shape."""
+_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "F8_E4M3": 1}
+
+
 def write_model(directory: Path, weights: bool = True, **changes: Any) -> Path:
-    """A checkpoint directory: config.json, where a change to None removes a field."""
+    """A checkpoint directory: config.json, where a change to None removes a field, an empty
+    tokenizer.json, and weights that are a header over a hole in the file."""
     directory.mkdir(exist_ok=True)
     config = {key: value for key, value in {**MODEL, **changes}.items() if value is not None}
     (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").touch()
     if weights:
-        (directory / "model.safetensors").touch()
+        write_weights(directory / "model.safetensors", whole_tensors(config))
     return directory
+
+
+def whole_tensors(config: Mapping[str, Any]) -> Tensors:
+    """The tensors that a config implies, experts in FP8 if it says so; none if it is senseless."""
+    family = family_of("Qwen3MoeForCausalLM")
+    fp8 = config.get("quantization_config") == FP8
+    tensors: Tensors = {}
+    try:
+        for name, shape in family.tensors(Fields(config)) if not wrong_field(config) else ():
+            expert = fp8 and family.expert_tensor(name) is not None
+            tensors[name] = ("F8_E4M3" if expert else "BF16", shape)
+            if expert:
+                blocks = tuple(-(-size // 128) for size in shape)
+                tensors[name + "_scale_inv"] = ("F32", blocks)
+    except UnsupportedModel:
+        return {}
+    return tensors
+
+
+def write_weights(file: Path, tensors: Tensors) -> None:
+    """A safetensors file whose data are a hole: a header's worth on the disk, whatever its size."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + _BYTES[dtype] * prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    with file.open("r+b") as opened:
+        opened.truncate(8 + len(text) + end)
 
 
 def make_facts(

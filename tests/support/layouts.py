@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-CHECKPOINTS = ("embedded", "seeded", "zeroed", "large")
+from tests.support.families import ROWS
+
+CHECKPOINTS = ("embedded", "seeded", "zeroed", "large", *ROWS)
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ SMALL = small(A2F1)
 """The world that most tests share: small caps, so that every request crosses them."""
 WIDER = (small(A2F2), small(A1T2F1))
 """The same with more than one FFN rank, and with attention TP."""
+
+
+def families(*layouts: Layout) -> tuple[Layout, ...]:
+    """`layouts`, serving the checkpoint of each row of `tests.support.families`."""
+    return tuple(layout.of(name) for name in ROWS for layout in layouts)
 
 
 def on(*layouts: Layout, full: tuple[Layout, ...] = ()) -> pytest.MarkDecorator:

@@ -6,9 +6,12 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from sglang_afd import embedded
 from tests.support.checkpoints import seeded_qwen3_moe
+from tests.support.families import ROWS
+from tests.support.family_checkpoints import SEED, SHARDS, seeded_family
 
 SEEDED = {
     "seed": 11,
@@ -34,14 +37,19 @@ LARGE = {
 }
 """270 MB, of which 200 are experts, so that the noise of a process's memory is small beside a
 role's weights; no file has more than 14 MB."""
-_DIMENSIONS = {"seeded": SEEDED, "zeroed": SEEDED, "large": LARGE}
+_FAMILY: dict[str, Any] = {"seed": SEED, "shards": SHARDS}
+_DIMENSIONS: dict[str, dict[str, Any]] = {
+    **{"seeded": SEEDED, "zeroed": SEEDED, "large": LARGE},
+    **dict.fromkeys(ROWS, _FAMILY),
+}
 
 
 def directory(name: str, folder: Path) -> Path:
     """The checkpoint `name`, made under `folder` if it is not there yet.
 
     ``embedded``: the trained model; ``seeded``: random weights, other dimensions, two shards;
-    ``zeroed``: the seeded one with all experts zero; ``large``: to measure memory with.
+    ``zeroed``: the seeded one with all experts zero; ``large``: to measure memory with;
+    others: those of `tests.support.families`.
 
     Raises:
         KeyError: no checkpoint has that name.
@@ -55,6 +63,8 @@ def directory(name: str, folder: Path) -> Path:
         draft = target.with_name(f"{target.name}.{os.getpid()}")
         if name == "zeroed":
             _zeroed(draft, folder)
+        elif name in ROWS:
+            seeded_family(draft, name, **dimensions)
         else:
             seeded_qwen3_moe(draft, **dimensions)
         draft.rename(target)

@@ -18,7 +18,7 @@ from sglang_afd.topology import Role, TopologyError
 
 pytestmark = pytest.mark.unit
 
-seconds = st.floats(0.001, 1e6)
+seconds = st.floats(0.1, 1e6)
 configs = st.builds(
     AfdConfig,
     attention_ranks=st.integers(1, 64),
@@ -48,6 +48,10 @@ def test_json_keeps_every_field(config: AfdConfig) -> None:
         ({"exchange_timeout": float("nan")}, "--afd-exchange-timeout is nan"),
         ({"exchange_timeout": float("inf")}, "--afd-exchange-timeout is inf"),
         ({"startup_timeout": float("inf")}, "--afd-startup-timeout is inf"),
+        ({"startup_timeout": 1e-9}, "is 1e-09; it must be a number of seconds, 0.1 to 1000000"),
+        ({"exchange_timeout": 1e10}, "--afd-exchange-timeout is 10000000000.0; it must be a"),
+        ({"max_tokens_per_rank": 10**23}, "--afd-max-tokens-per-rank is 1" + "0" * 23),
+        ({"prefill_block": 1_000_001}, "--afd-prefill-block is 1000001; it must be at most 1000"),
     ],
 )
 def test_bad_values_are_refused_by_flag(changes: dict[str, Any], message: str) -> None:
@@ -58,6 +62,9 @@ def test_bad_values_are_refused_by_flag(changes: dict[str, Any], message: str) -
 def test_bad_counts_are_refused_when_the_config_is_built() -> None:
     with pytest.raises(TopologyError, match="--afd-ffn-ranks is 0"):
         AfdConfig(attention_ranks=1, ffn_ranks=0)
+    for count in (4097, 10**23):
+        with pytest.raises(TopologyError, match=f"--afd-ffn-ranks is {count}; it must be at most"):
+            AfdConfig(attention_ranks=1, ffn_ranks=count)
 
 
 @pytest.mark.parametrize(

@@ -133,3 +133,22 @@ def test_a_taken_http_port_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> 
     assert end.value.code == 1
     assert noted[0].startswith(f"HTTP server: port {port} of 127.0.0.1 is taken by another")
     ending._check_http_port()
+
+
+def test_a_port_that_was_taken_meanwhile_is_told_with_its_mend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import zmq
+
+    noted: list[str] = []
+    monkeypatch.setattr(ending.causes, "note", lambda text, consequence: noted.append(text))
+    wrapped = {h.target.split(".")[-2] for h in ending.HOOKS if h.fn is ending._note_cause}
+    assert wrapped >= {"Scheduler", "DataParallelController", "DetokenizerManager"}
+    context = zmq.Context()
+    with context.socket(zmq.PULL) as first, context.socket(zmq.PULL) as second:
+        port = first.bind_to_random_port("tcp://127.0.0.1")
+        with pytest.raises(zmq.ZMQError):
+            ending._note_cause(second.bind, f"tcp://127.0.0.1:{port}")
+    [text] = noted
+    assert f"127.0.0.1:{port}" in text and text.endswith("another port in --dist-init-addr)")
+    assert "choose another --port" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from typing import Any
 
@@ -77,13 +78,15 @@ def test_a_missing_tensor_is_named(
     name = f"model.layers.3.mlp.experts.2.{projection}.{suffix}"
     with pytest.raises(
         ValueError,
-        match=rf"^FFN rank 1 .* found no {shard} {suffix} of expert 2 in layer 3 \(1 tensors",
+        match=rf"^FFN rank 1 .* found no {re.escape(name)} \(1 tensors",
     ):
         model.load_weights(tensors(name))
 
 
 def test_of_many_missing_tensors_the_first_is_named(model: ExpertModel) -> None:
-    with pytest.raises(ValueError, match=r"expert 2 in layer 1 \(24 tensors are missing\)"):
+    with pytest.raises(
+        ValueError, match=r"layers.1.mlp.experts.2.gate_proj.weight \(24 tensors are"
+    ):
         model.load_weights([])
 
 

@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from sglang_afd import embedded
-from sglang_afd.families import ExpertTensor, MoeFacts, UnsupportedModel, family_of
+from sglang_afd.families import FAMILIES, ExpertTensor, MoeFacts, UnsupportedModel, family_of
+from sglang_afd.families.__main__ import BEGIN, END, README, table, with_table
+from sglang_afd.model_fields import Fields
+from tests.support.families import ROWS
 
 pytestmark = pytest.mark.unit
 
 QWEN3 = family_of("Qwen3MoeForCausalLM")
+MINIMAX = family_of("MiniMaxM2ForCausalLM")
 CONFIG: dict[str, Any] = {
     "num_hidden_layers": 6,
     "num_experts": 8,
@@ -110,6 +114,58 @@ def test_expert_names_are_read(
 
 
 @pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("block_sparse_moe.experts.7.w1.weight", ExpertTensor(3, 7, "w1", "weight")),
+        ("block_sparse_moe.experts.7.w3.weight", ExpertTensor(3, 7, "w3", "weight")),
+        (
+            "block_sparse_moe.experts.7.w2.weight_scale_inv",
+            ExpertTensor(3, 7, "w2", "weight_scale_inv"),
+        ),
+        ("block_sparse_moe.gate.weight", None),
+        ("block_sparse_moe.e_score_correction_bias", None),
+        ("mlp.experts.7.gate_proj.weight", None),
+    ],
+)
+def test_minimax_names_are_read(name: str, tensor: ExpertTensor | None) -> None:
+    assert MINIMAX.expert_tensor(f"model.layers.3.{name}") == tensor
+
+
+MINIMAX_CONFIG = {
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "rotary_dim": 16,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+}
+
+
+def test_minimax_facts() -> None:
+    assert MINIMAX.facts(Fields(MINIMAX_CONFIG)) == MoeFacts((0, 1), 4, 2, 64, 32)
+
+
+@pytest.mark.parametrize("name", ["rotary_dim", "use_qk_norm", "use_routing_bias", "scoring_func"])
+def test_minimax_needs_the_fields_that_sglang_goes_by(name: str) -> None:
+    """transformers' class does not have them; without, SGLang would leave out what they turn on."""
+    without = {key: value for key, value in MINIMAX_CONFIG.items() if key != name}
+    with pytest.raises(UnsupportedModel, match=f"config.json has no {name};"):
+        MINIMAX.facts(Fields(without))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("use_qk_norm", False), ("use_routing_bias", False), ("scoring_func", "softmax")],
+)
+def test_minimax_with_other_parts_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=f"config.json has {name} {value!r}, and"):
+        MINIMAX.facts(Fields({**MINIMAX_CONFIG, name: value}))
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "model.embed_tokens.weight",
@@ -135,3 +191,57 @@ def test_an_unknown_family_is_refused_with_those_that_are_served() -> None:
     assert "does not serve LlamaForCausalLM" in message
     assert "Qwen3MoeForCausalLM" in message
     assert "without --afd-* flags" in message
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "message"),
+    [
+        ("deepseek-v3", {"scoring_func": "softmax"}, "'softmax' with topk_method 'noaux_tc'; serv"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "'softmax' with topk_method 'noaux_tc'; serv"),
+        ("deepseek-v2", {"topk_method": "greedy"}, "n_group 4 with topk_method 'greedy'"),
+        ("deepseek-v3", {"attention_bias": True}, "has attention_bias, which SGLang"),
+    ],
+)
+def test_deepseek_with_other_parts_is_refused(
+    row: str, changes: dict[str, Any], message: str
+) -> None:
+    config = ROWS[row]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(UnsupportedModel, match=message):
+        family_of(config.architectures[0]).facts(config)
+
+
+def test_deepseek_tensors_of_another_shape() -> None:
+    """V2 without low-rank queries in published form: one group, no shared expert."""
+    config = ROWS["deepseek-v2"]()
+    config.topk_method, config.n_group, config.n_shared_experts = "greedy", 1, 0
+    config.q_lora_rank, config.moe_layer_freq = 24, 2
+    deepseek = family_of("DeepseekV2ForCausalLM")
+    assert deepseek.facts(config).layers == (2,)
+    shapes = dict(deepseek.tensors(config))
+    assert shapes["model.layers.0.self_attn.q_b_proj.weight"] == (4 * 48, 24)
+    assert "model.layers.0.self_attn.q_proj.weight" not in shapes
+    assert "model.layers.1.mlp.gate_proj.weight" in shapes
+    assert not [name for name in shapes if "shared" in name or "bias" in name]
+
+
+def test_the_readmes_table_is_up_to_date() -> None:
+    assert with_table(README.read_text()) == README.read_text(), (
+        "run: python -m sglang_afd.families"
+    )
+    lines = table().splitlines()
+    assert {line.count("|") for line in lines} == {7}
+    for family in FAMILIES.values():
+        [line] = [line for line in lines if line.startswith(f"| {family.name} |")]
+        assert family.models in line and line.endswith(f"| {family.cpu} | {family.gpu} |")
+
+
+def test_a_text_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no <!-- families"):
+        with_table(f"{END} {BEGIN}")
+
+
+def test_every_family_has_a_checkpoint_to_test_with() -> None:
+    own = {"Qwen3MoeForCausalLM"}  # tests.support.checkpoints
+    assert {make().architectures[0] for make in ROWS.values()} | own == set(FAMILIES)

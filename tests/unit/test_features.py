@@ -229,3 +229,30 @@ def test_only_the_bare_command_writes_the_document(
     assert not (tmp_path / "features.md").exists()
     features_command.main([])
     assert (tmp_path / "features.md").read_text() == document()
+
+
+def test_an_ambiguous_abbreviation_is_one_refusal() -> None:
+    for given in (["--cuda-graph-bs", "1"], ["--cuda-graph-bs=1"]):
+        [asked] = refused(["--log-level", "info", *given, "--page-size", "1"], {})
+        assert asked.by == "--cuda-graph-bs"
+        assert asked.feature.reason == (
+            "it is short for --cuda-graph-bs-decode, --cuda-graph-bs-prefill"
+        )
+        assert asked.feature.mend == "write the flag that is meant in full"
+
+
+@pytest.mark.parametrize(
+    ("flag", "off", "on"),
+    [
+        ("--pp-size", ("01", "+1", " 1", "1"), ("2", "02", "10", "x", "")),
+        ("--cpu-offload-gb", ("0.0", "0", "-0", "0e3"), ("0.1", "1", "nan")),
+        ("--disaggregation-mode", ("null",), ("NULL", "0")),
+    ],
+)
+def test_a_value_that_leaves_a_feature_off_may_be_spelt_as_numbers_are(
+    flag: str, off: tuple[str, ...], on: tuple[str, ...]
+) -> None:
+    for value in off:
+        assert not list(refused([flag, value], {})), value
+    for value in on:
+        assert len(list(refused([flag, value], {}))) == 1, value

@@ -85,6 +85,8 @@ def test_auto_is_what_the_machine_has() -> None:
         ((*COUNTS, "--afd-startup-timeout", "0"), "--afd-startup-timeout is 0.0; it must be a"),
         ((*COUNTS, "--afd-exchange-timeout", "nan"), "--afd-exchange-timeout is nan; it must be"),
         ((*COUNTS, "--nnodes", "2"), "--nnodes 2 needs --afd-role: one command for each role"),
+        ((*COUNTS, "--node-rank", "1"), "--node-rank 1 needs --afd-role: without it this is the"),
+        ((*COUNTS, "--node-rank", "x"), "--node-rank is 'x'; it must be an integer"),
         ((*COUNTS, "--afd-role", "ffn"), "--afd-role ffn needs --nnodes 2 --node-rank 1 --dist"),
         (
             (*COUNTS, "--afd-role", "attention", "--node-rank", "1", *TWO),
@@ -137,6 +139,8 @@ def test_two_commands() -> None:
     assert (attention.command_role, ffn.command_role) == (Role.ATTENTION, Role.FFN)
     assert (list(attention.local_ranks()), list(ffn.local_ranks())) == ([0, 1], [2])
     assert attention.agreement() == ffn.agreement()
+    config_of("--node-rank", "0", "--nnodes", "1")
+    config_of("--afd-role", "ffn", "--node-rank", "01", "--nnodes", "02", *TWO[2:])
     by_alias = config_of("--afd-role", "attention", "--nnodes=2", "--nccl-init-addr=a:5")
     assert by_alias.command_role is Role.ATTENTION
 

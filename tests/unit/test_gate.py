@@ -29,7 +29,9 @@ from tests.support.gate_facts import (
     ONE_OF_EACH,
     free_port,
     make_facts,
+    whole_tensors,
     write_model,
+    write_weights,
 )
 
 
@@ -49,6 +51,7 @@ def test_all_gates_pass_in_order(tmp_path: Path) -> None:
             "transport",
             "execution mode",
             "addresses",
+            *(("performance",) if machine else ()),
         ]
         assert all(f.passed for f in found), found
         assert "2 MoE layers of 16 experts, top 4" in found[0].message
@@ -176,10 +179,12 @@ def test_model_gate_wants_the_weights(tmp_path: Path) -> None:
     sharded = write_model(tmp_path / "sharded", weights=False)
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    (sharded / "1.safetensors").touch()
+    tensors = whole_tensors(MODEL)
+    names = sorted(tensors)
+    write_weights(sharded / "1.safetensors", {name: tensors[name] for name in names[::2]})
     text = f"{sharded} lacks 1 of the files its index names, first 2.safetensors"
     assert refused(make_facts(sharded), "model") == [f"{text}; complete the download"]
-    (sharded / "2.safetensors").touch()
+    write_weights(sharded / "2.safetensors", {name: tensors[name] for name in names[1::2]})
     assert not refused(make_facts(sharded), "model")
 
 
@@ -193,6 +198,7 @@ BAD_TOPOLOGIES = [
     (("--afd-ffn-ranks", "3"), "16 experts do not divide over 3 FFN ranks"),
     (("--afd-ffn-ranks", "5"), "choose a product out of 1, 2, 4, 8, 16"),
     (("--afd-attention-tp", "16"), "8 attention heads do not divide over --afd-attention-tp 16"),
+    (("--afd-attention-ranks", "64"), "65 ranks would start on this machine's CPU, each a process"),
     (("--device", "npu"), "AFD does not run on --device npu; use cuda or cpu"),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -138,3 +139,8 @@ def test_a_machine_that_forbids_it_still_starts(
 
 def test_a_draft_models_load_is_not_the_ranks(nothing_measured: None) -> None:
     assert measured(Runner(is_draft_worker=True), []) is None
+
+
+@pytest.mark.parametrize("told", [(3, 4), 7])
+def test_kv_is_counted_whether_values_are_kept_apart_or_not(told: object) -> None:
+    assert measuring._kv_bytes(SimpleNamespace(get_kv_size_bytes=lambda: told)) == 7

@@ -79,3 +79,23 @@ def test_a_rank_reads_no_tensor_of_another(
             for expert in owned
             for projection in ("gate", "up", "down")
         )
+
+
+@pytest.mark.parametrize("length", [0, 4, 100, 20_000])
+def test_a_file_that_breaks_off_is_named_with_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    seeded_qwen3_moe(
+        tmp_path, seed=1, hidden=32, heads=1, kv_heads=1, head_dim=32, vocab=64,
+        experts=EXPERTS, moe_intermediate=16,
+    )  # fmt: skip
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.truncate(length)
+    context = RankContext(CONFIG, 1, FAMILIES["Qwen3MoeForCausalLM"], FACTS, {})
+    monkeypatch.setattr(module, "_current", context)
+    for hook in HOOKS:
+        with pytest.raises(RuntimeError) as error:
+            list(hook.fn(None, [str(file)]))
+        assert str(error.value).startswith(f"FFN rank 0 (world rank 1) cannot read {file}: ")
+        assert str(error.value).endswith("; download the checkpoint again, whole")

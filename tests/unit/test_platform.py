@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,14 @@ import torch
 import zmq
 
 from sglang_afd.platform import hooks, settings
-from sglang_afd.platform.defaults import cpu_environment, cpu_server_args, thread_binding
+from sglang_afd.platform.defaults import (
+    BIND,
+    cpu_environment,
+    cpu_server_args,
+    environment_problem,
+    parse_cores,
+    thread_binding,
+)
 from sglang_afd.upstream.idle import LONGEST_WAIT_MS, WAKE, IdlePacer, without_wakes
 
 pytestmark = pytest.mark.unit
@@ -44,7 +52,7 @@ def test_environment_names_usable_cores(ranks: int) -> None:
     fields = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
     assert len(fields) == ranks
     for field in fields:
-        assert set(hooks.parse_cores(field)) <= os.sched_getaffinity(0)
+        assert set(parse_cores(field)) <= os.sched_getaffinity(0)
     assert int(environment["OMP_NUM_THREADS"]) >= 1
     assert all(isinstance(value, str) for value in environment.values())
 
@@ -82,11 +90,32 @@ def own_threads() -> Iterator[None]:
 
 
 def test_parse_cores() -> None:
-    assert hooks.parse_cores("0-2,5") == [0, 1, 2, 5]
-    assert hooks.parse_cores("7") == [7]
+    assert parse_cores("0-2,5") == [0, 1, 2, 5]
+    assert parse_cores("7") == [7]
 
 
 @pytest.mark.usefixtures("own_threads")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("OMP_NUM_THREADS", value) for value in ("abc", "0", "-3", "1.5", "4,2")),
+        ("MKL_NUM_THREADS", "abc"),
+        *((BIND, value) for value in ("abc", "all", "0", "0|", "0|x", "1-0|1", "0,|1")),
+    ],
+)
+def test_thread_settings_that_no_rank_can_start_with_are_named(name: str, value: str) -> None:
+    problem = environment_problem({name: value}, 2)
+    assert problem is not None and problem.startswith(f"{name} ") and "unset it" in problem
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_good_thread_settings_pass(ranks: int) -> None:
+    assert environment_problem({}, ranks) is None
+    assert environment_problem(cpu_environment(ranks), ranks) is None
+    assert environment_problem({"OMP_NUM_THREADS": " 8", BIND: "0-1|2|3,4-5"}, ranks) is None
+    assert (environment_problem({BIND: "all"}, ranks) is None) == (ranks == 1)
+
+
 def test_a_rank_has_no_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     core = min(os.sched_getaffinity(0))
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{core}|{core + 1}")
@@ -320,3 +349,73 @@ def test_wakes_are_no_requests() -> None:
     assert without_wakes([WAKE, "request", WAKE], None) == ["request"]
     assert without_wakes(None, None) is None
     assert without_wakes([], None) == []
+
+
+# Norm over heads
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_norm_over_heads_is_transformers(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With attention TP every rank has a share of the heads and norms by all of them."""
+    from sglang.srt.layers import dp_attention
+    from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2RMSNorm
+
+    eps, widths = 1e-2, (2 * HIDDEN, HIDDEN)
+    torch.manual_seed(0)
+    inputs = [torch.randn(ROWS, width) for width in widths]
+    norms = [MiniMaxM2RMSNorm(width, eps) for width in widths]
+    for norm in norms:
+        norm.weight.data.normal_()
+    expected = [norm(x) for norm, x in zip(norms, inputs)]
+
+    def share(x: torch.Tensor, rank: int) -> torch.Tensor:
+        return x.chunk(ranks, dim=-1)[rank]
+
+    squares = torch.stack(
+        [sum(share(x, rank).square().mean(-1) for rank in range(ranks)) for x in inputs]
+    )
+    monkeypatch.setattr(dp_attention, "attn_tp_all_reduce", lambda mine: squares)
+    for rank in range(ranks):
+        q_norm, k_norm = (SimpleNamespace(weight=share(norm.weight, rank)) for norm in norms)
+        ours = SimpleNamespace(_q_norm=q_norm, _k_norm=k_norm, _world_size=ranks, _eps=eps)
+        found = hooks.norm_over_heads(ours, *(share(x, rank) for x in inputs))
+        for x, want in zip(found, expected):
+            torch.testing.assert_close(x, share(want, rank))
+
+
+# Latent attention
+
+
+def test_latent_attention_keeps_to_the_latent_keys() -> None:
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+    )
+
+    original = AttentionBackendRegistry.get_handler
+    assert hooks.latent_attention(original, "torch_native")(None, None).name == "MLA"
+    for other in ("triton", "fa3"):
+        assert hooks.latent_attention(original, other) is original(other)
+
+
+def test_unscaled_rotation_is_that_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arguments of SGLang's call; the tests of equality show that it rotates right."""
+    from sglang.srt.layers.rotary_embedding import factory
+
+    theirs = factory.get_rope
+    monkeypatch.setattr(factory, "get_rope", lambda *args: args)
+    for neox in (True, False):
+        given = (16, 8, 64, 10000, neox)
+        rope = hooks.unscaled_rotation(
+            factory.get_rope_cpu, *given, None, torch.float32, 1.0, "cpu"
+        )
+        assert rope == given
+    for function in (factory.get_rope_cpu, theirs):
+        names = list(inspect.signature(function).parameters)
+        assert names[4:6] == ["is_neox_style", "rope_scaling"]
+
+
+def test_scaled_rotation_is_left_alone() -> None:
+    calls = []
+    scaling = {"rope_type": "deepseek_yarn"}
+    hooks.unscaled_rotation(lambda *a: calls.append(a), 1, 2, 3, 4, True, scaling, None, 1.0, "cpu")
+    assert calls == [(1, 2, 3, 4, True, scaling, None, 1.0, "cpu")]

@@ -62,3 +62,14 @@ def test_a_rank_that_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     writer.close()
     with pytest.raises(StartError, match=r"^attention rank 0 .* ended while starting"):
         launch(monkeypatch, {0: reader})
+
+
+def test_what_ends_is_called_by_its_name() -> None:
+    """The processes as SGLang's watchdog gets them: controller, ranks in order, detokenizer."""
+    named = ["the DP controller", "attention rank 0 (world rank 0)", "FFN rank 0 (world rank 1)"]
+    watch = hook("__init__").fn
+    theirs = ["scheduler_0", "scheduler_1", "scheduler_2", "detokenizer"]
+    [_, _, names], _ = watch("self", [None] * 4, process_names=theirs)
+    assert names == [*named, "detokenizer"]
+    [_, _, names], _ = watch("self", [None] * 3)
+    assert names == named

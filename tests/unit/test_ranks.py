@@ -28,6 +28,12 @@ SAME: dict[str, Any] = {
     "load_format": "auto",
     "chunked_prefill_size": 2048,
     "disable_overlap_schedule": False,
+    "max_prefill_tokens": 16384,
+    "max_running_requests": None,
+    "page_size": 1,
+    "enable_mixed_chunk": False,
+    "schedule_policy": "fcfs",
+    "disable_radix_cache": False,
     "commit": None,
 }
 
@@ -46,7 +52,7 @@ def learn(monkeypatch: pytest.MonkeyPatch) -> Any:
             **{name: told[name] for name in ("model_path", "dtype", "quantization", "revision")},
         )
         bag = SimpleNamespace(tp_rank=rank, **told)
-        for getter in ("get_parallel", "get_schedule", "get_model"):
+        for getter in ("get_parallel", "get_schedule", "get_memory", "get_model"):
             monkeypatch.setattr(runtime_context, getter, lambda: bag)
         monkeypatch.setattr(context_module, "_current", None)
         [hook] = [h for h in ranks.hooks(CONFIG) if h.target.endswith("init_model_config")]
@@ -65,6 +71,12 @@ def learn(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"load_format": "dummy"}, "load_format"),
         ({"chunked_prefill_size": 512}, "chunked_prefill_size"),
         ({"disable_overlap_schedule": True}, "disable_overlap_schedule"),
+        ({"max_prefill_tokens": 512}, "max_prefill_tokens"),
+        ({"max_running_requests": 2}, "max_running_requests"),
+        ({"page_size": 16}, "page_size"),
+        ({"enable_mixed_chunk": True}, "enable_mixed_chunk"),
+        ({"schedule_policy": "lof"}, "schedule_policy"),
+        ({"disable_radix_cache": True}, "disable_radix_cache"),
     ],
 )
 def test_each_setting_is_compared(learn: Any, changed: dict[str, Any], named: str) -> None:

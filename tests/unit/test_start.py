@@ -11,6 +11,7 @@ import pytest
 from sglang_afd import embedded, start
 from sglang_afd.command_line import values
 from sglang_afd.config import ENV, START_BY_ENV, AfdConfig
+from sglang_afd.gate import Finding
 from sglang_afd.machine import Gpu, Machine
 from sglang_afd.platform.defaults import REQUIRED_ENVIRONMENT, cpu_environment
 from sglang_afd.running import free_port
@@ -62,6 +63,15 @@ def test_plain_sglang_gets_neither_deployment_nor_bound() -> None:
     assert ENV not in os.environ and START_BY_ENV not in os.environ
 
 
+@pytest.mark.parametrize("left", ["garbage", '{"attention_ranks":1,"ffn_ranks":1}'])
+def test_plain_sglang_is_not_part_of_a_deployment_that_was_left_in_the_environment(
+    left: str,
+) -> None:
+    os.environ.update({ENV: left, START_BY_ENV: "0.0"})
+    resolve()
+    assert ENV not in os.environ and START_BY_ENV not in os.environ
+
+
 @pytest.mark.parametrize("flags", [A1F1, ()], ids=["afd", "plain"])
 def test_values_that_the_cpu_platform_needs_replace_the_users(
     flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -80,6 +90,24 @@ def test_nothing_is_said_where_nothing_is_replaced(capsys: pytest.CaptureFixture
     assert "in place of" not in capsys.readouterr().out
     assert os.environ["OMP_NUM_THREADS"] == "7", "the user's to choose"
     assert os.environ["TORCH_COMPILE_DISABLE"] == "0", "the user's to choose"
+
+
+@pytest.mark.parametrize("flags", [A1F1, ()], ids=["afd", "plain"])
+def test_a_broken_thread_setting_ends_the_command_by_its_name(flags: tuple[str, ...]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "abc"
+    with pytest.raises(start.Refused, match="OMP_NUM_THREADS is 'abc', which is no number"):
+        resolve(*flags)
+
+
+def test_a_command_reaches_itself_without_a_proxy() -> None:
+    for name in ("no_proxy", "NO_PROXY", *start._PROXIES):
+        os.environ.pop(name, None)
+    resolve(*A1F1)
+    assert "no_proxy" not in os.environ, "nothing to keep off"
+    os.environ.update(HTTP_PROXY="http://proxy.example:9", no_proxy="example.org, localhost")
+    resolve(*A1F1, "--host", "0.0.0.0")
+    assert os.environ["no_proxy"] == "example.org,localhost,127.0.0.1,0.0.0.0"
+    assert os.environ["NO_PROXY"] == "127.0.0.1,localhost,0.0.0.0"
 
 
 HERE, ELSEWHERE = "127.0.0.1:5000", "192.0.2.7:5000"  # the latter is an address for examples
@@ -133,3 +161,12 @@ def test_an_ffn_command_takes_the_gpus_after_those_of_attention(
 
 def test_one_command_starts_at_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_gpus(monkeypatch, 8, *A1F1) == []
+
+
+def test_a_predicted_loss_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    advice = Finding("performance", True, "1A1F is slow", "use EP2")
+    monkeypatch.setattr(start, "findings", lambda facts: [advice])
+    assert resolve(*A1F1).config is not None
+    assert capsys.readouterr().err == "test: performance: 1A1F is slow; use EP2\n"

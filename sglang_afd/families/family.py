@@ -1,0 +1,132 @@
+"""What a model family tells the extension, and the parts that most families share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from sglang_afd.families.facts import ExpertTensor, MoeFacts, Shape
+
+Tensors = Iterator[tuple[str, Shape]]
+"""Names and shapes; ``[out, in]`` for projections."""
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """How a family's checkpoints spell the tensors of its routed experts:
+    ``model.layers.L.MODULE.experts.E.PROJECTION.SUFFIX``.
+
+    module: the layer's module that holds the experts; gate, up, down: their projections.
+    """
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    @property
+    def projections(self) -> dict[str, str]:
+        """The checkpoint's name of SGLang's shards."""
+        return {"w1": self.gate, "w2": self.down, "w3": self.up}
+
+    def prefix(self, layer: int) -> str:
+        """The module of a layer's experts."""
+        return f"model.layers.{layer}.{self.module}.experts"
+
+    def spell(self, tensor: ExpertTensor) -> str:
+        """The checkpoint's name of `tensor`."""
+        projection = self.projections[tensor.projection]
+        return f"{self.prefix(tensor.layer)}.{tensor.expert}.{projection}.{tensor.suffix}"
+
+    def read(self, name: str) -> ExpertTensor | None:
+        """The expert tensor that a checkpoint name stands for, or None."""
+        match = self._pattern.fullmatch(name)
+        if match is None:
+            return None
+        layer, expert, projection, suffix = match.groups()
+        shard = next(s for s, spelt in self.projections.items() if spelt == projection)
+        return ExpertTensor(int(layer), int(expert), shard, suffix)
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        projections = "|".join(self.projections.values())
+        return re.compile(
+            rf"model\.layers\.(\d+)\.{self.module}\.experts\.(\d+)\.({projections})\.(\w+)"
+        )
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the extension needs to know of a family."""
+
+    name: str
+    architectures: tuple[str, ...]
+    """What ``architectures[0]`` of its checkpoints' config.json may be."""
+    models: str
+    """Published models of the family."""
+    facts: Callable[[Any], MoeFacts]
+    """HF config -> facts of its routed experts; raises `UnsupportedModel`."""
+    experts: ExpertNames
+    tensors: Callable[[Any], Tensors]
+    """HF config -> all tensors that a checkpoint must have; not their scales where they are
+    quantised."""
+    cpu: str
+    """Where greedy tokens were shown to equal HF transformers' on a CPU."""
+    gpu: str
+    """What has run on GPUs."""
+    dtypes: str = "FP32, BF16; on CUDA FP8 in 128 x 128 blocks"
+    transports: str = "gloo, deepep, nvlink"
+
+    def expert_tensor(self, name: str) -> ExpertTensor | None:
+        """The expert tensor that a checkpoint name stands for, or None."""
+        return self.experts.read(name)
+
+
+def decoder(hf_config: Any, layer: Callable[[int, str], Tensors]) -> Tensors:
+    """Embedding, norms and head, and what ``layer(index, prefix)`` gives of each layer."""
+    hidden, vocab = hf_config.hidden_size, hf_config.vocab_size
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    yield "model.norm.weight", (hidden,)
+    if not hf_config.tie_word_embeddings:
+        yield "lm_head.weight", (vocab, hidden)
+    for index in range(hf_config.num_hidden_layers):
+        prefix = f"model.layers.{index}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        yield from layer(index, prefix)
+
+
+def grouped_attention(hf_config: Any, prefix: str, *, bias: bool = False) -> Tensors:
+    """The projections of grouped-query attention."""
+    hidden = hf_config.hidden_size
+    query, key = attention_widths(hf_config)
+    for projection, width in (("q", query), ("k", key), ("v", key)):
+        yield f"{prefix}.self_attn.{projection}_proj.weight", (width, hidden)
+        if bias:
+            yield f"{prefix}.self_attn.{projection}_proj.bias", (width,)
+    yield f"{prefix}.self_attn.o_proj.weight", (hidden, query)
+
+
+def attention_widths(hf_config: Any) -> tuple[int, int]:
+    """The widths of all query heads, and of all key heads."""
+    head = hf_config.head_dim or hf_config.hidden_size // hf_config.num_attention_heads
+    return head * hf_config.num_attention_heads, head * hf_config.num_key_value_heads
+
+
+def feed_forward(
+    prefix: str, hidden: int, width: int, names: ExpertNames = ExpertNames()
+) -> Tensors:
+    """The projections of one expert, or of a dense layer."""
+    yield f"{prefix}.{names.gate}.weight", (width, hidden)
+    yield f"{prefix}.{names.up}.weight", (width, hidden)
+    yield f"{prefix}.{names.down}.weight", (hidden, width)
+
+
+def routed_experts(names: ExpertNames, layer: int, facts: MoeFacts) -> Tensors:
+    """All routed experts of a layer."""
+    for expert in range(facts.num_experts):
+        prefix = f"{names.prefix(layer)}.{expert}"
+        yield from feed_forward(prefix, facts.hidden_size, facts.intermediate_size, names)

@@ -1,0 +1,77 @@
+"""The named modes, and what this build serves of each, read off its capability table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_afd import features
+from sglang_afd.config import AfdConfig
+from sglang_afd.families import FAMILIES
+from sglang_afd.plan.errors import PlanError
+from sglang_afd.plan.shape import ModelShape
+
+STAGES = ("decode", "prefill", "verify")
+_LANES_FIELD = "lanes"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a mode may do: how many lanes, which stages, and whether in CUDA graphs."""
+
+    mode: str
+    lanes: tuple[int, ...]
+    stages: tuple[str, ...]
+    graphs: bool
+
+
+def served(feature: str) -> bool:
+    """Whether the capability table serves a feature, by its row's name.
+
+    Raises:
+        PlanError: there is no such row.
+    """
+    for row in features.FEATURES:
+        if row.name == feature:
+            return row.served
+    raise PlanError("capability table", f"has no row {feature!r}")
+
+
+def contract(mode: str, *, design: bool = False) -> Contract:
+    """What `mode` may do in this build, or (`design`) once all of the design is built.
+
+    ``sync`` is one lane, ``async`` two and more; ``colocated`` is plain SGLang, which has graphs.
+
+    Raises:
+        PlanError: there is no such mode.
+    """
+    if mode not in ("sync", "async", "colocated"):
+        raise PlanError("--mode", f"{mode} is not sync, async or colocated")
+    if mode == "colocated":
+        return Contract(mode, (1,), STAGES, True)
+    lanes: tuple[int, ...] = (1,) if mode == "sync" else (2, 3, 4)
+    if design:
+        return Contract(mode, lanes, STAGES, True)
+    if mode == "async" and _LANES_FIELD not in AfdConfig.__struct_fields__:
+        lanes = ()
+    verify = served("Speculative decoding")
+    stages = tuple(stage for stage in STAGES if verify or stage != "verify")
+    return Contract(mode, lanes, stages if lanes else (), served("CUDA graphs"))
+
+
+def missing(shape: ModelShape, *, lanes: int, width: int, kind: str, transport: str) -> list[str]:
+    """What a plan needs that this build does not serve, as phrases."""
+    found = []
+    if shape.architecture not in FAMILIES:
+        found.append(f"{shape.architecture} under AFD")
+    if kind == "cad":
+        found.append("core-attention disaggregation")
+    if transport not in ("nvlink", "deepep", "gloo"):
+        found.append(f"the {transport} transport")
+    mode = contract("sync" if lanes == 1 else "async")
+    if lanes not in mode.lanes:
+        found.append(f"{lanes} lanes")
+    if not mode.graphs:
+        found.append("CUDA graphs")
+    if width > 1 and not served("Speculative decoding"):
+        found.append("speculative decoding")
+    return found

@@ -1,0 +1,64 @@
+"""Seeded checkpoints of the model families in `tests.support.families`.
+
+The configuration comes from transformers' class, the names and shapes of the tensors from the
+family's adapter, and what keeps the experts' part as large as the rest is that of
+`tests.support.checkpoints`.  Every norm's weight and the router's bias differ between channels, so
+that none can be mixed up or lost unseen.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from sglang_afd.families import Family, Shape, family_of
+from tests.support.checkpoints import (
+    LOGIT_SPREAD,
+    ROUTER_SPREAD,
+    normal,
+    write_tokenizer,
+    write_weights,
+)
+from tests.support.families import ROWS
+
+NORM_SPREAD, BIAS_SPREAD = 0.3, 0.1  # the router's scores are spread by about 0.25
+SEED, SHARDS = 11, 2
+
+
+def seeded_family(directory: Path, row: str, *, seed: int = SEED, shards: int = SHARDS) -> Path:
+    """Write the checkpoint of `row` into `directory`, in float32, and return it."""
+    config = ROWS[row]()
+    family = family_of(config.architectures[0])
+    config.dtype = torch.float32
+    config.save_pretrained(directory)
+    shapes = dict(family.tensors(config))
+    top_k = family.facts(config).top_k
+
+    def make(name: str) -> torch.Tensor:
+        values = normal(seed, name, shapes[name]) * _spread(family, name, shapes[name], top_k)
+        return values + 1 if "norm" in name else values
+
+    write_weights(directory, shapes, make, shards)
+    write_tokenizer(directory)
+    return directory
+
+
+def _spread(family: Family, name: str, shape: Shape, top_k: int) -> float:
+    """The standard deviation of a tensor's values."""
+    if "norm" in name:
+        return NORM_SPREAD
+    if name.endswith("correction_bias"):
+        return BIAS_SPREAD
+    if name == "model.embed_tokens.weight":
+        return 1.0
+    by_input = 1 / math.sqrt(shape[-1])
+    if name == "lm_head.weight":
+        return LOGIT_SPREAD * by_input
+    if name.endswith(".gate.weight"):
+        return ROUTER_SPREAD * by_input
+    expert = family.expert_tensor(name)
+    if expert is not None and expert.projection == "w2":
+        return math.sqrt(top_k) / 0.6 * by_input  # see seeded_qwen3_moe
+    return by_input
