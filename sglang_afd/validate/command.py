@@ -58,9 +58,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--reference",
-        help="hf: HF transformers, best in float32; sglang: SGLang without AFD, best in bfloat16 and "
-        "fp8; or the URL of a running server "
-        "with OpenAI's completions API, SGLang or vLLM for example (default: hf)",
+        help="hf: HF transformers, best in float32; sglang: SGLang without AFD, best in bfloat16 "
+        "and fp8; or the URL of a running server with OpenAI's completions API, SGLang or vLLM "
+        "for example (default: hf)",
     )
     made.add_argument(
         "--reference-python",

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-_EXPERTS = re.compile(r"(?:.*\.)?layers\.(\d+)\..*experts")
+_EXPERTS = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?experts")
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import pytest
 from sglang_afd import embedded
 from sglang_afd.identity import checkpoint_content
 from sglang_afd.validate import __main__ as command
-from sglang_afd.validate import environment, presets, run
+from sglang_afd.validate import environment, hf_worker, presets, run
 from sglang_afd.validate.command import Impossible, parser, resolve
 from sglang_afd.validate.prompts import SETS
 from sglang_afd.validate.report import read
@@ -262,6 +262,21 @@ def test_the_worker_needs_no_package_of_ours() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert {found.partition(".")[0] for found in names} <= allowed, name
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.layers.3.mlp.experts", "3"),
+        ("model.language_model.layers.12.mlp.experts", "12"),
+        ("model.layers.3.mlp.shared_experts", None),
+        ("model.layers.3.mlp.experts.0", None),
+        ("model.layers.3.mlp.gate", None),
+    ],
+)
+def test_only_routed_experts_are_recorded_of_transformers(name: str, layer: str | None) -> None:
+    match = hf_worker._EXPERTS.fullmatch(name)
+    assert (match and match[1]) == layer
 
 
 def test_the_references_requirements_are_locked_by_hash() -> None:
