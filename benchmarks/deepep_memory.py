@@ -90,7 +90,8 @@ def _measure(
     import torch
     import torch.distributed as dist
 
-    from sglang_afd.dispatch.deepep import DeepEpTransport, deepep_buffers
+    from sglang_afd.dispatch.buffers import Rows, deepep
+    from sglang_afd.dispatch.deepep import DeepEpTransport
     from sglang_afd.topology import Topology
 
     device = rank % torch.cuda.device_count()
@@ -114,14 +115,13 @@ def _measure(
     torch.cuda.synchronize()
     made = _process_bytes(device)
     del transport
-    estimate = deepep_buffers(
-        topology=topology, num_experts=experts, hidden_size=hidden, cap=cap, fp8=False
-    )
+    rows = Rows(experts, hidden, top_k=8, itemsize=2, fp8=False, decode=cap, block=cap)
+    estimate = deepep(topology, rows)
     return {
         "context": at_first,
         "communicator": communicator - at_first,
         "transport": made - communicator,
-        "estimate": estimate.ffn if rank == ranks - 1 else estimate.attention,
+        "estimate": (estimate.ffn if rank == ranks - 1 else estimate.attention).kept,
     }
 
 
