@@ -179,7 +179,7 @@ def test_profile(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.xfail(
-    reason="open fault: 23 % of two cores, 7 % before; rank 0 seems not to pace; cause not found"
+    reason="open: 23 % on one machine, also at commits that gave 7 % on another; cause not found"
 )
 def test_idle_server_sleeps(world: World) -> None:
     """With nothing to do all processes together use under 15 % of two cores; and wake up."""
