@@ -4,9 +4,9 @@
 
 One attention and one FFN rank, BF16 rows, top-8 of 128 experts that all lie on the FFN rank.  On
 two GPUs each rank is a process with a GPU of its own, and `nvlink` is measured beside DeepEP's
-low-latency kernels where they are installed.  With --one-gpu both ends of `nvlink` are streams of
-one process on one GPU: that shows what the kernels and their launches cost, and nothing about
-NVLink.
+low-latency kernels and DeepEP's second version where they are installed; `nvlink` with several
+numbers of thread blocks.  With --one-gpu both ends of `nvlink` are streams of one process on one
+GPU: that shows what the kernels and their launches cost, and nothing about NVLink.
 """
 
 from __future__ import annotations
@@ -14,13 +14,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path as File
 from typing import Any
 
@@ -28,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.progress import say
+from benchmarks.ranks import as_rank, run_pair
 from sglang_afd.dispatch.arena import symmetric_arena
 from sglang_afd.dispatch.channel import Arena
 from sglang_afd.dispatch.nvlink import NvlinkTransport
@@ -39,11 +36,13 @@ from sglang_afd.validate import environment
 TOKENS = (1, 16, 64, 128, 256, 512)
 HIDDEN = (2048, 4096)
 EXPERTS, TOP_K = 128, 8
+BLOCKS = (16, 32, 64, 128)
+"""Thread blocks at most of `nvlink`'s sending kernels: as many SMs, while they run."""
 PAIRS = 10
 REPEATS = 50
 TOPOLOGY = Topology(1, 1)
-BOUND = 300
-"""Seconds for all sizes of one transport."""
+BOUND = 120
+"""Seconds for all counts of tokens of one transport and hidden size."""
 
 
 def main() -> None:
@@ -54,62 +53,67 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--meet", help=argparse.SUPPRESS)
     parser.add_argument("--transport", help=argparse.SUPPRESS)
+    parser.add_argument("--hidden", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
-        _rank(args.rank, args.meet, args.transport, args.out)
-        return
+        measured = partial(_measured_as, args.rank, args.transport, args.hidden)
+        as_rank(args.rank, args.meet, measured, args.out)
     results: dict[str, Any] = {}
     record = {"identity": environment.describe(), "one_gpu": args.one_gpu, "results": results}
-    if args.one_gpu:
-        results["nvlink"] = _sizes(_one_gpu)
-    else:
-        both = ("nvlink", "deepep") if importlib.util.find_spec("deep_ep") else ("nvlink",)
-        for name in both:
-            results[name] = _two_gpus(name)
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    with_deepep = importlib.util.find_spec("deep_ep") is not None and not args.one_gpu
+    for name in ("nvlink", "deepep", "deepep_v2") if with_deepep else ("nvlink",):
+        results[name] = {}
+        for hidden in HIDDEN:
+            results[name][hidden] = (
+                _sizes(name, hidden, _one_gpu) if args.one_gpu else _two_gpus(name, hidden)
+            )
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _sizes(measure: Callable[[int, int], dict[str, Any]]) -> list[dict[str, Any]]:
+def _sizes(
+    name: str, hidden: int, measure: Callable[[int, int, int], list[float]]
+) -> list[dict[str, Any]]:
+    """`measure`: tokens, hidden size, blocks -> microseconds of a pair in all repeats."""
     results = []
-    for hidden in HIDDEN:
-        for tokens in TOKENS:
-            results.append(measure(tokens, hidden))
-            said = {key: value for key, value in results[-1].items() if key != "all_us"}
-            say(json.dumps(said))
+    for tokens in TOKENS:
+        # a launch has no more blocks than rows; 0: not ours to choose
+        choices = sorted({min(blocks, tokens) for blocks in BLOCKS}) if name == "nvlink" else [0]
+        for blocks in choices:
+            times = measure(tokens, hidden, blocks)
+            result = {
+                "tokens": tokens,
+                "blocks": blocks or None,
+                "round_trip_us": statistics.median(times),
+                "fastest_us": min(times),
+                "bytes": _bytes(name, tokens, hidden),
+                "least_bytes": tokens * (4 * hidden + 8 * TOP_K),
+            }
+            say(f"{name}: {json.dumps(result)}")
+            results.append({**result, "all_us": times})
     return results
 
 
-def _two_gpus(transport: str) -> Any:
+def _bytes(name: str, tokens: int, hidden: int) -> int | None:
+    """What crosses between the GPUs, both ways; None where the kernels' source does not say."""
+    if name == "nvlink":
+        return tokens * (4 * hidden + 8 * TOP_K) + 16  # a flag each way
+    if name == "deepep":
+        # a header of 16 bytes before every row, and a counter of 4 bytes an expert each way
+        return tokens * TOP_K * (4 * hidden + 16) + 8 * EXPERTS
+    return None
+
+
+def _two_gpus(transport: str, hidden: int) -> Any:
     """What the attention rank's process measures, or why there is nothing."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = File(folder) / "out.json"
-        command = [
-            *(sys.executable, "-m", "benchmarks.transport", "--out", str(out)),
-            *("--meet", f"{folder}/meet", "--transport", transport, "--rank"),
-        ]
-        running = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
-        deadline = time.monotonic() + BOUND
-        try:
-            codes = [process.wait(max(1, deadline - time.monotonic())) for process in running]
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done within {BOUND} s"}
-        finally:
-            for process in running:
-                process.kill()
-        return {"failed": f"exit codes {codes}"} if any(codes) else json.loads(out.read_text())
+    arguments = ("--transport", transport, "--hidden", str(hidden))
+    return run_pair("benchmarks.transport", *arguments, seconds=BOUND)
 
 
-def _rank(rank: int, meet: str, name: str, out: File) -> None:
-    """One rank's process; the attention rank writes the times."""
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", f"file://{meet}", world_size=2, rank=rank, device_id=device
-    )
+def _measured_as(rank: int, name: str, hidden: int) -> list[dict[str, Any]]:
+    """What one rank's process measures; the attention rank's times count."""
 
-    def measure(tokens: int, hidden: int) -> dict[str, Any]:
-        transport = _join(name, rank, tokens, hidden)
-        work = _ask(transport, tokens, hidden) if rank == 0 else _answer(transport, tokens, hidden)
+    def measure(tokens: int, hidden: int, blocks: int) -> list[float]:
+        work = _work(name, rank, tokens, hidden, blocks)
         work()  # loads every kernel
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
@@ -118,16 +122,50 @@ def _rank(rank: int, meet: str, name: str, out: File) -> None:
         for _ in range(REPEATS):
             dist.barrier()
             times.append(_replay(graph, stream))
-        return _times(tokens, hidden, times)
+        return times
 
-    results = _sizes(measure)
-    if rank == 0:
-        out.write_text(json.dumps(results))
-    dist.barrier()
-    os._exit(0)  # DeepEP's and NVSHMEM's own ends are not what is measured
+    return _sizes(name, hidden, measure)
 
 
-def _join(name: str, rank: int, tokens: int, hidden: int) -> Transport:
+def _work(name: str, rank: int, tokens: int, hidden: int, blocks: int) -> Callable[[], None]:
+    if name == "deepep_v2":
+        return _elastic(rank, tokens, hidden)
+    transport = _join(name, rank, tokens, hidden, blocks)
+    return _ask(transport, tokens, hidden) if rank == 0 else _answer(transport, tokens, hidden)
+
+
+def _elastic(rank: int, tokens: int, hidden: int) -> Callable[[], None]:
+    """DeepEP's second version as SGLang's ``deepep_v2`` decodes with it: expanded, no CPU sync."""
+    from deep_ep import ElasticBuffer
+
+    buffer = ElasticBuffer(
+        dist.group.WORLD,
+        num_max_tokens_per_rank=tokens,
+        hidden=hidden,
+        num_topk=TOP_K,
+        allow_hybrid_mode=False,
+        prefer_overlap_with_compute=False,
+        sl_idx=0,
+    )
+    rows = _rows(tokens if rank == 0 else 0, hidden)
+    ids = rows.expert_ids + EXPERTS  # the second rank's, which is the FFN rank
+
+    def work() -> None:
+        received, _, weights, handle, _ = buffer.dispatch(
+            rows.hidden,
+            topk_idx=ids,
+            topk_weights=rows.weights,
+            num_experts=2 * EXPERTS,
+            expert_alignment=128,
+            do_cpu_sync=False,
+            do_expand=True,
+        )
+        buffer.combine(received, handle=handle, topk_weights=weights)
+
+    return work
+
+
+def _join(name: str, rank: int, tokens: int, hidden: int, blocks: int) -> Transport:
     common: dict[str, Any] = {
         "topology": TOPOLOGY,
         "rank": rank,
@@ -147,10 +185,11 @@ def _join(name: str, rank: int, tokens: int, hidden: int) -> Transport:
         caps=Caps(tokens, 1),
         timeout=20.0,
         make_arena=lambda size: symmetric_arena(size, group),
+        blocks=blocks,
     )
 
 
-def _one_gpu(tokens: int, hidden: int) -> dict[str, Any]:
+def _one_gpu(tokens: int, hidden: int, blocks: int) -> list[float]:
     """Both ends in this process, over ordinary memory."""
     memory: list[torch.Tensor] = []
 
@@ -172,6 +211,7 @@ def _one_gpu(tokens: int, hidden: int) -> dict[str, Any]:
                 caps=Caps(tokens, 1),
                 timeout=20.0,
                 make_arena=make_arena,
+                blocks=blocks,
             )
         )
     rows, round_ = _rows(tokens, hidden), _round(tokens)
@@ -187,9 +227,10 @@ def _one_gpu(tokens: int, hidden: int) -> dict[str, Any]:
     times = []
     for _ in range(REPEATS):
         with torch.cuda.stream(streams[0]):
-            graphs[0].replay()
+            for _ in range(2):
+                graphs[0].replay()
         times.append(_replay(graphs[1], streams[1]))
-    return _times(tokens, hidden, times)
+    return times
 
 
 def _round(tokens: int) -> Round:
@@ -234,26 +275,15 @@ def _capture(work: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.
 
 
 def _replay(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
-    """Microseconds of a pair."""
+    """Microseconds of a pair, in a second replay: the first one brings the ranks together."""
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.stream(stream):
+        graph.replay()
         began.record()
         graph.replay()
         ended.record()
     torch.cuda.synchronize()
     return began.elapsed_time(ended) * 1000 / PAIRS
-
-
-def _times(tokens: int, hidden: int, times: list[float]) -> dict[str, Any]:
-    return {
-        "hidden": hidden,
-        "tokens": tokens,
-        "round_trip_us": statistics.median(times),
-        "fastest_us": min(times),
-        "all_us": times,
-        "least_bytes_to_ffn": tokens * (2 * hidden + 8 * TOP_K),
-        "least_bytes_back": tokens * 2 * hidden,
-    }
 
 
 if __name__ == "__main__":

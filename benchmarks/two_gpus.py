@@ -59,8 +59,12 @@ COMMON = [
     *("--skip-server-warmup", "--random-seed", "1"),
 ]
 # Logits rounded to BF16 tie where they differ by less than 1/32: ties that no expert is behind.
-AGREEMENT = [*COMMON, "--mem-fraction-static", "0.3", "--enable-fp32-lm-head"]
-SHAPE = {
+# A KV pool of a fixed size, so that servers can start side by side on the same GPUs.
+AGREEMENT = [
+    *(*COMMON, "--enable-fp32-lm-head"),
+    *("--mem-fraction-static", "0.6", "--max-total-tokens", "65536"),
+]
+SHAPE: dict[str, Any] = {
     "layers": 3,
     "hidden": 2048,
     "heads": 16,
@@ -109,7 +113,7 @@ class Deployment(NamedTuple):
         ffn = [*flags, "--afd-role", "ffn", "--node-rank", "1"]
         attention = [*flags, "--afd-role", "attention", "--node-rank", "0"]
         with (
-            start(f"{name}-ffn", ffn, port=port + 300, **common),
+            start(f"{name}-ffn", ffn, port=free_port(), **common),
             serve(name, attention, port=port, tick=starting(name), **common) as server,
         ):
             yield server
@@ -219,7 +223,7 @@ def _reference(work: Path, out: Path, gpu: int) -> dict[str, Any]:
     with serve(
         server_name,
         args,
-        port=30000 + 500 * gpu,
+        port=free_port(),
         logs=out,
         module="sglang.launch_server",
         environment={"CUDA_VISIBLE_DEVICES": str(gpu % max(1, torch.cuda.device_count()))},
@@ -252,7 +256,7 @@ def agreement(work: Path, out: Path, afd: Deployment, name: str) -> dict[str, An
     reference = msgspec.convert(found["continuations"], list[Continuation])
     args = ["--model-path", str(_checkpoints(work)[name]), *AGREEMENT]
     server_name = f"{name}-afd"
-    with afd.serve(server_name, args, port=32000, logs=out) as server:
+    with afd.serve(server_name, args, port=free_port(), logs=out) as server:
         say(f"{server_name} started in {server.start_seconds:.0f} s; it is compared")
         result = _compared(server, reference)
         holdings = server.call("/server_info")["internal_states"][0]["afd"]
@@ -273,7 +277,7 @@ def small(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
     with serve(
         "small-one-gpu",
         alone,
-        port=30000,
+        port=free_port(),
         logs=out,
         module="sglang.launch_server",
         environment={"CUDA_VISIBLE_DEVICES": "0"},
@@ -282,7 +286,7 @@ def small(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
     ) as server:
         reference = continue_greedily(server, prompts, tokens=TOKENS)
         itself = _compared(server, reference)
-    with afd.serve("small-afd", args, port=32000, logs=out) as server:
+    with afd.serve("small-afd", args, port=free_port(), logs=out) as server:
         result = _compared(server, reference)
         holdings = server.call("/server_info")["internal_states"][0]["afd"]
     return {"against_itself": itself, "afd_against_one_gpu": result, "afd": holdings}
@@ -300,7 +304,7 @@ def load(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
         *("--afd-max-tokens-per-rank", "256", "--max-running-requests", "256"),
         *("--mem-fraction-static", "0.8", "--context-length", "8192"),
     ]
-    with afd.serve("load-afd", args, port=33000, logs=out) as server:
+    with afd.serve("load-afd", args, port=free_port(), logs=out) as server:
         say(f"load-afd started in {server.start_seconds:.0f} s; bench_serving runs")
         holdings = server.call("/server_info")["internal_states"][0]["afd"]
         bench = _bench(server, model, out)

@@ -19,9 +19,8 @@ from sglang_afd.kernels import exchange as kernels
 from sglang_afd.topology import Topology
 
 _ALIGNMENT = 256  # bytes; rows are moved 16 bytes at a time
-SEND_BLOCKS = 128
-RETURN_BLOCKS = 128
-"""Thread blocks of the two kernels that write into peers."""
+BLOCKS = 128
+"""Thread blocks at most of a kernel that writes into peers: about as many SMs, briefly."""
 
 
 class Arena(NamedTuple):
@@ -126,12 +125,13 @@ class AttentionEnd:
         arena: Arena,
         offset: int,
         waits: Waits,
+        blocks: int = BLOCKS,
     ) -> None:
         """`offset`: where the channel begins in every arena, in bytes."""
         here, there = layouts(topology, shape)
         device = arena.local.device
         memory = arena.local[offset : offset + here.size]
-        self._shape, self._waits = shape, waits
+        self._shape, self._waits, self._blocks = shape, waits, blocks
         self._per_rank = topology.experts_per_rank(num_experts)
         self._replies = here.rows.of(memory).flatten(0, 1)
         self._flags = here.flags.of(memory)
@@ -169,7 +169,7 @@ class AttentionEnd:
             ticket=self._ticket,
             slots=slots,
             per_rank=self._per_rank,
-            blocks=SEND_BLOCKS,
+            blocks=self._blocks,
         )
         return Sent(expert_ids)
 
@@ -210,12 +210,13 @@ class FfnEnd:
         arena: Arena,
         offset: int,
         waits: Waits,
+        blocks: int = BLOCKS,
     ) -> None:
         """`offset`: where the channel begins in every arena, in bytes."""
         there, here = layouts(topology, shape)
         device = arena.local.device
         memory = arena.local[offset : offset + here.size]
-        self._shape, self._waits = shape, waits
+        self._shape, self._waits, self._blocks = shape, waits, blocks
         self._rows = here.rows.of(memory).flatten(0, 1)
         self._ids = here.ids.of(memory).flatten(0, 1)
         self._weights = here.weights.of(memory).flatten(0, 1)
@@ -283,6 +284,6 @@ class FfnEnd:
                 count=span.sources,
                 rows_each=span.rows_each,
                 cap=self._shape.cap,
-                blocks=RETURN_BLOCKS,
+                blocks=self._blocks,
             )
             start = stop

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_afd.dispatch.channel import (
+    BLOCKS,
     Arena,
     AttentionEnd,
     FfnEnd,
@@ -53,12 +54,14 @@ class NvlinkTransport:
         caps: Caps,
         timeout: float,
         make_arena: Callable[[int], Arena],
+        blocks: int = BLOCKS,
     ) -> None:
         """Allocate the buffers: a collective call of all world ranks.
 
         Args:
             timeout: seconds that a wait on the device lasts before it ends the rank.
             make_arena: bytes -> memory that all ranks of the world can write to.
+            blocks: see `channel.BLOCKS`.
         """
         assert caps.bulk is not None
         self.caps = caps
@@ -78,10 +81,10 @@ class NvlinkTransport:
         for path, shape in shapes.items():
             if topology.role_of(rank) is Role.ATTENTION:
                 self._attention[path] = AttentionEnd(
-                    topology, rank, num_experts, shape, arena, offset, waits
+                    topology, rank, num_experts, shape, arena, offset, waits, blocks
                 )
             else:
-                self._ffn[path] = FfnEnd(topology, rank, shape, arena, offset, waits)
+                self._ffn[path] = FfnEnd(topology, rank, shape, arena, offset, waits, blocks)
             offset += sizes[path]
 
     def dispatch(self, rows: RoutedRows, round_: Round) -> _Pending:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_afd.dispatch.channel import (
+    BLOCKS,
     Arena,
     AttentionEnd,
     FfnEnd,
@@ -40,6 +41,7 @@ def make_ends(
     device: str = "cpu",
     seconds: float = 5.0,
     offset: int = 0,
+    blocks: int = BLOCKS,
 ) -> Ends:
     """A channel over arenas of its own, with `offset` bytes before it and as many after it."""
     size = 2 * offset + channel_bytes(topology, shape)
@@ -47,6 +49,7 @@ def make_ends(
         torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(topology.world_size)
     ]
     addresses = tuple(arena.data_ptr() for arena in memory)
+    arenas = [Arena(local, addresses) for local in memory]
     failure = torch.zeros(2, dtype=torch.int64, pin_memory=device != "cpu")
     waits = Waits(failure, seconds)
     return Ends(
@@ -54,13 +57,11 @@ def make_ends(
         num_experts,
         shape,
         [
-            AttentionEnd(
-                topology, rank, num_experts, shape, Arena(memory[rank], addresses), offset, waits
-            )
+            AttentionEnd(topology, rank, num_experts, shape, arenas[rank], offset, waits, blocks)
             for rank in topology.attention_world
         ],
         [
-            FfnEnd(topology, rank, shape, Arena(memory[rank], addresses), offset, waits)
+            FfnEnd(topology, rank, shape, arenas[rank], offset, waits, blocks)
             for rank in topology.ffn_world
         ],
         waits,

@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
-from sglang_afd.dispatch import channel
 from sglang_afd.dispatch.channel import Shape, Span, layouts
 from sglang_afd.dispatch.transport import RoutedRows
 from sglang_afd.kernels import exchange as kernels
@@ -114,10 +113,9 @@ def make(at: Sizes, patch: pytest.MonkeyPatch) -> Ends:
 
     Before and after the channel lie bytes that `exchange` expects as they are.
     """
-    patch.setattr(channel, "SEND_BLOCKS", at.blocks)
-    patch.setattr(channel, "RETURN_BLOCKS", at.blocks)
     patch.setattr(kernels, "_MAX_BLOCK", at.block_size)
-    ends = make_ends(Topology(at.attention, at.ffn), at.experts, at.shape, offset=MARGIN)
+    world = Topology(at.attention, at.ffn)
+    ends = make_ends(world, at.experts, at.shape, offset=MARGIN, blocks=at.blocks)
     for rank, memory in enumerate(ends.memory):
         memory[:MARGIN] = memory[-MARGIN:] = 99
         layout = layouts(ends.topology, at.shape)[rank in ends.topology.ffn_world]
