@@ -81,11 +81,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--afd-prefill-block",
         type=int,
-        default=2048,
+        default=8192,
         metavar="P",
-        help="rows of a prefill that a rank sends in one exchange, 2048 to 8192; larger blocks "
-        "read the experts less often and take larger buffers; deepep has none and sends slices of "
-        "T (default: %(default)s)",
+        help="rows of prefills that go in one exchange, of all ranks together; smaller blocks read "
+        "the experts more often, larger ones take more memory; deepep has none and sends slices "
+        "of T (default: %(default)s)",
     )
     group.add_argument(
         "--afd-startup-timeout",

@@ -52,18 +52,19 @@ class Rows(NamedTuple):
     decode: int
     """T: rows of an A rank in one round."""
     block: int
-    """P: rows of an A rank in one bulk block."""
+    """P: rows of all A ranks in one bulk block."""
 
 
 def gloo(topology: Topology, rows: Rows) -> Buffers:
     """Nothing is kept; a round's rows and their routing pass through, for every peer."""
-    block = max(rows.decode, rows.block)
+    owners = len(topology.ffn_world)
+    sent = max(rows.decode, rows.block)
+    received = max(len(topology.attention_world) * rows.decode, rows.block)
     row = rows.hidden_size * rows.itemsize + 8 * rows.top_k
-    sources, owners = len(topology.attention_world), len(topology.ffn_world)
-    outputs = block * rows.top_k * rows.hidden_size * rows.itemsize
+    output = rows.top_k * rows.hidden_size * rows.itemsize
     return Buffers(
-        Held(0, owners * block * row + block * rows.hidden_size * 4),
-        Held(0, sources * (2 * block * row + outputs)),
+        Held(0, owners * sent * row + sent * rows.hidden_size * 4),
+        Held(0, received * (2 * row + output)),
     )
 
 
@@ -93,7 +94,7 @@ def nvlink(topology: Topology, rows: Rows) -> Buffers:
     channels = sum(_channel(topology, rows, cap) for cap in (rows.decode, rows.block))
     kept = _aligned(channels + _SIGNAL_PAD, _MAPPED_STEP)
     sources = len(topology.attention_world)
-    most = max(sources * rows.decode, sources * rows.block)
+    most = max(sources * rows.decode, rows.block)
     row = rows.hidden_size * rows.itemsize
     copied = most * (row + 8 * rows.top_k) if sources > 1 else 0
     return Buffers(Held(kept, rows.block * row), Held(kept, most * rows.top_k * row + copied))

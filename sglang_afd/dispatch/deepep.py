@@ -65,6 +65,9 @@ class DeepEpTransport:
         self._first_slot = per_rank * topology.ffn_world.start
         depth = max(int(os.environ.get("NVSHMEM_QP_DEPTH", "1024")), 2 * (cap + 1))
         os.environ["NVSHMEM_QP_DEPTH"] = str(depth)
+        # NVSHMEM would make NCCL communicators for collectives that DeepEP never calls: 3.2 GiB a
+        # GPU, measured (docs/gpu_runs.md).
+        os.environ.setdefault("NVSHMEM_DISABLE_NCCL", "1")
         self._buffer = Buffer(
             group,
             0,

@@ -46,14 +46,17 @@ class Path(IntEnum):
     DECODE = 0
     """In rounds of T rows; every rank takes part in every round, also without rows."""
     BULK = 1
-    """In blocks of P rows, of the ranks that have some: a prefill should read the experts once."""
+    """In blocks of up to P rows, of ranks that have some: a prefill should read the experts once."""
 
 
 class Caps(NamedTuple):
-    """Rows that a rank sends in one round, by path; bulk None: all rows take the decode path."""
+    """How many rows a round has, by path."""
 
     decode: int
+    """T: of each rank, at most."""
     bulk: int | None
+    """P: of all ranks together, at most, so that F's memory does not grow with their number.
+    None: all rows take the decode path."""
 
 
 class Round(NamedTuple):
@@ -92,8 +95,8 @@ class StepPlan:
         decode_rows = [0 if b else rows for b, rows in zip(bulk, self.rows, strict=True)]
         bulk_rows = [rows if b else 0 for b, rows in zip(bulk, self.rows, strict=True)]
         return (
-            *_rounds(Path.DECODE, decode_rows, self.caps.decode),
-            *_rounds(Path.BULK, bulk_rows, self.caps.bulk or self.caps.decode),
+            *_decode_rounds(decode_rows, self.caps.decode),
+            *_bulk_rounds(bulk_rows, self.caps.bulk or 1),
         )
 
     @classmethod
@@ -146,6 +149,23 @@ class StepPlan:
         return cls(own.step_id, kinds, tuple(part.rows for part in everyone), caps)
 
 
-def _rounds(path: Path, rows: Sequence[int], cap: int) -> Iterator[Round]:
+def _decode_rounds(rows: Sequence[int], cap: int) -> Iterator[Round]:
     for start in range(0, max(rows), cap):
-        yield Round(path, start, tuple(min(cap, max(0, count - start)) for count in rows))
+        yield Round(Path.DECODE, start, tuple(_part(count, start, cap) for count in rows))
+
+
+def _bulk_rounds(rows: Sequence[int], cap: int) -> Iterator[Round]:
+    """As many ranks in one block as fit it, in order; their parts begin at the same row."""
+    for start in range(0, max(rows), cap):
+        counts = [0] * len(rows)
+        for rank, count in enumerate(rows):
+            part = _part(count, start, cap)
+            if sum(counts) + part > cap:
+                yield Round(Path.BULK, start, tuple(counts))
+                counts = [0] * len(rows)
+            counts[rank] = part
+        yield Round(Path.BULK, start, tuple(counts))
+
+
+def _part(count: int, start: int, cap: int) -> int:
+    return min(cap, max(0, count - start))

@@ -69,8 +69,10 @@ def test_rounds_keep_to_their_paths_caps(world: tuple[Topology, list[int]], cap:
     plan = plan_of(topology, rows, cap)
     assert sorted(plan.rounds, key=lambda round_: round_.path) == list(plan.rounds)
     for round_ in plan.rounds:
-        most = cap.decode if round_.path is Path.DECODE else cap.bulk
-        assert most is not None and max(round_.counts) <= most
+        if round_.path is Path.DECODE:
+            assert max(round_.counts) <= cap.decode
+        else:
+            assert cap.bulk is not None and sum(round_.counts) <= cap.bulk
         assert any(round_.counts), "a round in which nobody sends"
         for rank, count in enumerate(round_.counts):
             if count and cap.bulk is not None:
@@ -93,6 +95,17 @@ def test_every_attention_rank_joins_decode_rounds_and_only_senders_join_blocks()
     for round_ in rounds:
         joining = [rank for rank in topology.attention_world if round_.joins(rank)]
         assert joining == ([0, 1, 2] if round_.path is Path.DECODE else [0])
+
+
+def test_a_block_takes_as_many_ranks_as_fit_it() -> None:
+    topology = Topology(4, 1)
+    rounds = plan_of(topology, [60, 30, 50, 120], Caps(4, 100)).rounds
+    assert [(round_.start, round_.counts) for round_ in rounds] == [
+        (0, (60, 30, 0, 0, 0)),
+        (0, (0, 0, 50, 0, 0)),
+        (0, (0, 0, 0, 100, 0)),
+        (100, (0, 0, 0, 20, 0)),
+    ]
 
 
 @given(worlds(), caps())
