@@ -46,7 +46,7 @@ class Path(IntEnum):
     DECODE = 0
     """In rounds of T rows; every rank takes part in every round, also without rows."""
     BULK = 1
-    """In blocks of up to P rows, of ranks that have some: a prefill should read the experts once."""
+    """In blocks of P rows, of ranks that have some: a prefill should read the experts once."""
 
 
 class Caps(NamedTuple):
