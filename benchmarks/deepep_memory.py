@@ -11,6 +11,7 @@ CUDA context apart.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -45,13 +46,11 @@ def main() -> None:
         args.out.write_text(json.dumps(_measure(args.rank, args.ranks, args.meet, *args.shape)))
         return
     runs = []
-    for disable in ("0", "1"):
-        for shape in SHAPES:
-            runs.append(_run(shape, args.ranks, disable))
-            say(json.dumps(runs[-1])[:600])
-            args.out.write_text(
-                json.dumps({"identity": environment.describe(), "runs": runs}, indent=1) + "\n"
-            )
+    identity = environment.describe()
+    for shape, disable in itertools.product(SHAPES, ("0", "1")):
+        runs.append(_run(shape, args.ranks, disable))
+        say(json.dumps(runs[-1])[:600])
+        args.out.write_text(json.dumps({"identity": identity, "runs": runs}, indent=1) + "\n")
 
 
 def _run(shape: tuple[int, int, int], ranks: int, disable_nccl: str) -> dict[str, Any]:

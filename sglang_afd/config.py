@@ -43,7 +43,7 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """How rows travel: one of `TRANSPORTS` (``auto`` is resolved before this is built)."""
     max_tokens_per_rank: int = 128
     """T: rows a rank sends in one exchange of a decode step."""
-    prefill_block: int = 8192
+    prefill_block: int = 4096
     """P: rows a rank sends in one exchange of a prefill, where the transport has blocks."""
     startup_timeout: float = 600.0
     """Seconds within which every rank must be ready, or the start fails."""

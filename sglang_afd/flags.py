@@ -34,6 +34,11 @@ EXPERT_RUNNERS = {"deepep": "deep_gemm", "nvlink": "triton", "gloo": "triton"}
 """SGLang's GPU kernels for what a transport delivers: rows grouped by expert (masked grouped
 GEMMs), or a row for each token, whose experts' outputs are wanted one by one."""
 
+GRAPH_TRANSPORTS = ("nvlink",)
+"""Transports whose decode rounds CUDA graphs can hold: those with `Transport.graphs`."""
+GRAPH_SIZES = ("--cuda-graph-max-bs-decode", "--cuda-graph-bs-decode")
+"""SGLang's flags for the batch sizes that have a graph."""
+
 
 class Command(NamedTuple):
     """A parsed command line: the deployment (None: plain SGLang) and SGLang's own arguments."""
@@ -81,7 +86,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--afd-prefill-block",
         type=int,
-        default=8192,
+        default=4096,
         metavar="P",
         help="rows of prefills that go in one exchange, of all ranks together; smaller blocks read "
         "the experts more often, larger ones take more memory; deepep has none and sends slices "
@@ -219,9 +224,12 @@ def _sglang_flags(config: AfdConfig, args: Sequence[str], on_cpu: bool) -> list[
         *("--moe-dense-tp-size", "1"),
         "--enable-dp-lm-head",
         "--disable-custom-all-reduce",
-        *("--cuda-graph-backend-decode", "disabled"),
         *("--cuda-graph-backend-prefill", "disabled"),
     ]
+    if config.transport not in GRAPH_TRANSPORTS or on_cpu:
+        flags += ["--cuda-graph-backend-decode", "disabled"]
+    elif not values(args, *GRAPH_SIZES):
+        flags += [GRAPH_SIZES[0], str(config.max_tokens_per_rank)]
     if config.command_role is Role.FFN and not values(args, "--port"):
         flags += ["--port", str(FFN_PORT)]
     if not on_cpu and not values(args, "--moe-runner-backend"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from sglang_afd.addresses import is_local
-from sglang_afd.command_line import last_value
+from sglang_afd.command_line import int_value, last_value, values
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import MoeFacts
-from sglang_afd.flags import EXPERT_RUNNERS
+from sglang_afd.flags import EXPERT_RUNNERS, GRAPH_SIZES
 from sglang_afd.observe.holdings import size
 from sglang_afd.topology import Role
 from sglang_afd.transports import estimate
@@ -86,6 +86,7 @@ def choose(asked: Callable[[str], Facts], on_cpu: bool, two_commands: bool) -> t
 
 
 def _gloo(facts: Facts) -> Iterator[Refusal]:
+    yield from _no_graphs(facts)
     if not facts.on_cpu:
         yield from _runner(facts, "a row for each token", "leave it out")
 
@@ -111,6 +112,14 @@ def _nvlink(facts: Facts) -> Iterator[Refusal]:
             )
             break
     yield from _runner(facts, "a row for each token", mend)
+    cap = facts.config.max_tokens_per_rank
+    largest = int_value(facts.args, GRAPH_SIZES[0], default=cap)
+    if largest > cap:
+        yield Refusal(
+            f"{GRAPH_SIZES[0]} {largest} is over --afd-max-tokens-per-rank {cap}, the rows of one "
+            f"exchange, which a graph must fit",
+            "lower the former or raise the latter",
+        )
     if facts.moe is not None:
         if facts.moe.hidden_size % NVLINK_ROW_ALIGNMENT:
             yield Refusal(
@@ -146,6 +155,7 @@ def _deepep(facts: Facts) -> Iterator[Refusal]:
                 mend,
             )
             break
+    yield from _no_graphs(facts)
     yield from _runner(facts, "rows grouped by expert", mend)
     tokens, world = facts.config.max_tokens_per_rank, facts.config.topology.world_size
     if tokens > DEEPEP_MAX_TOKENS:
@@ -193,6 +203,15 @@ def _deepep_model(facts: Facts, moe: MoeFacts) -> Iterator[Refusal]:
         )
     else:
         yield from _memory(facts, moe)
+
+
+def _no_graphs(facts: Facts) -> Iterator[Refusal]:
+    backends = {value for value in values(facts.args, "--cuda-graph-backend-decode") if value}
+    if backends - {"disabled"} or values(facts.args, *GRAPH_SIZES):
+        yield Refusal(
+            f"steps over {facts.config.transport} are not recorded in CUDA graphs",
+            "leave the --cuda-graph-* flags out, or use --afd-transport nvlink (GPUs of one host)",
+        )
 
 
 def _runner(facts: Facts, form: str, mend: str) -> Iterator[Refusal]:

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from sglang_afd.attention.empty_rounds import EmptyRounds
 from sglang_afd.context import RankContext
-from sglang_afd.dispatch.step_plan import StepPlan
+from sglang_afd.dispatch.step_plan import Path, Round, StepPlan
 from sglang_afd.dispatch.transport import RoutedRows, Transport
 
 
@@ -17,8 +18,14 @@ class AttentionExchange:
 
     def __init__(self, context: RankContext, transport: Transport) -> None:
         self._context, self._transport = context, transport
+        self._empty_rounds: EmptyRounds | None = None
         self._plan: StepPlan | None = None
+        self._rounds: tuple[Round, ...] = ()
         self._layers_left = 0
+
+    def use(self, empty_rounds: EmptyRounds) -> None:
+        """From now on decode rounds without rows of this rank's go their own way."""
+        self._empty_rounds = empty_rounds
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -31,7 +38,11 @@ class AttentionExchange:
             self._plan = plan
             self._layers_left = len(self._context.facts.layers)
             try:
-                yield
+                if plan is None:
+                    yield
+                else:
+                    with self._rounds_of(plan):
+                        yield
             finally:
                 self._plan = None
         if plan is not None and self._layers_left:
@@ -40,6 +51,61 @@ class AttentionExchange:
                 f"{len(self._context.facts.layers)} MoE layers in step {plan.step_id}; F ranks "
                 f"still wait for them"
             )
+
+    @contextmanager
+    def _rounds_of(self, plan: StepPlan) -> Iterator[None]:
+        """Settle which rounds the forward's layers go through, and start those that none does."""
+        self._rounds = plan.rounds
+        empty = self._empty_rounds
+        if empty is None or plan.rows_of(Path.DECODE, self._context.rank):
+            yield
+            return
+        self._rounds = plan.rounds_of(Path.BULK)
+        empty.start(len(plan.rounds_of(Path.DECODE)))
+        yield
+        empty.finish()
+
+    def skips(self) -> bool:
+        """Take part in a step in which this rank has no rows, if that needs no forward.
+
+        Returns:
+            whether it did; if not, the model must run.
+        """
+        plan = self._context.plan
+        if self._empty_rounds is None or plan is None or plan.rows[self._context.rank]:
+            return False
+        with self.step():
+            self._layers_left = 0
+        return True
+
+    def replayed(self) -> None:
+        """The forward is a replay of a recorded one, which went through all layers.
+
+        Raises:
+            RuntimeError: the plan is not the one round that was recorded.
+        """
+        plan = self._plan
+        rounds = 1 if plan is None else len(plan.rounds_of(Path.DECODE))
+        if plan is not None and rounds != 1:
+            raise RuntimeError(
+                f"{self._context.name} replayed a graph of one round, but step {plan.step_id} has "
+                f"{rounds}; F ranks still wait for it"
+            )
+        self._layers_left = 0
+
+    def _recorded(
+        self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        caps = self._context.caps
+        if caps is not None and hidden.shape[0] > caps.decode:
+            raise RuntimeError(
+                f"{self._context.name} records a graph of {hidden.shape[0]} rows, over the "
+                f"{caps.decode} of one exchange (--afd-max-tokens-per-rank); raise it, or lower "
+                f"--cuda-graph-max-bs-decode and --cuda-graph-bs-decode"
+            )
+        rows = RoutedRows(hidden, expert_ids, weights)
+        round_ = Round(Path.DECODE, 0, ())
+        return self._transport.combine(self._transport.dispatch(rows, round_))
 
     def __call__(
         self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
@@ -53,7 +119,8 @@ class AttentionExchange:
 
         Returns:
             [n, H], each row the weighted sum of its experts' outputs.  While the rank starts (no
-            step agreed, nothing on the other side) zeros, and nothing is sent.
+            step agreed, nothing on the other side) zeros, and nothing is sent; the exchange is
+            only recorded where a CUDA graph is.
 
         Raises:
             RuntimeError: outside of a step, or the rows or layers are not as many as the step plan
@@ -66,6 +133,8 @@ class AttentionExchange:
                     f"{name} ran a MoE layer outside of an agreed step; its experts' outputs would "
                     f"be missing"
                 )
+            if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+                return self._recorded(hidden, expert_ids, weights)
             return torch.zeros_like(hidden)
         if not self._layers_left:
             raise RuntimeError(
@@ -79,7 +148,7 @@ class AttentionExchange:
             )
         self._layers_left -= 1
         parts = [hidden[:0]]
-        for round_ in plan.rounds:
+        for round_ in self._rounds:
             if round_.joins(rank):
                 mine = round_.rows_of(rank)
                 rows = RoutedRows(hidden[mine], expert_ids[mine], weights[mine])

@@ -159,7 +159,8 @@ class AttentionEnd:
                 f"{count} rows of {size} elements in {slots} slots do not fit a channel of "
                 f"{self._shape.cap} rows of {self._shape.hidden_size}"
             )
-        expert_ids = rows.expert_ids.contiguous()
+        # One type, so that the kernels that `load` has loaded are the ones that run.
+        expert_ids = rows.expert_ids.to(torch.int32).contiguous()
         kernels.send_rows(
             rows.hidden.contiguous(),
             expert_ids,

@@ -34,6 +34,10 @@ class _Round(NamedTuple):
 class DeepEpTransport:
     """One rank's end of the DeepEP exchange."""
 
+    graphs = False
+    """A graph would fix which of DeepEP's two buffers each of its rounds uses; eager rounds between
+    replays change whose turn it is, and ranks would use different ones."""
+
     def __init__(
         self,
         *,
@@ -88,6 +92,9 @@ class DeepEpTransport:
         if rank in topology.attention_world:
             shape = (per_rank, topology.world_size * cap, hidden_size)
             self._no_output = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
+    def load(self) -> None:
+        """See `Transport.load`: DeepEP's kernels are loaded with it, and it has met its peers."""
 
     def dispatch(self, rows: RoutedRows, round_: Round) -> _Round:
         """See `Transport.dispatch`."""

@@ -42,6 +42,8 @@ class _Received(NamedTuple):
 class GlooTransport:
     """One rank's end of the gloo exchange."""
 
+    graphs = False
+
     def __init__(
         self,
         *,
@@ -69,6 +71,9 @@ class GlooTransport:
         self._group = dist.new_group(
             list(range(topology.world_size)), backend="gloo", timeout=timedelta(seconds=timeout)
         )
+
+    def load(self) -> None:
+        """See `Transport.load`: joining the group has connected the peers."""
 
     def dispatch(self, rows: RoutedRows, round_: Round) -> _Sent:
         """See `Transport.dispatch`."""

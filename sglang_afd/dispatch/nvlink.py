@@ -42,6 +42,8 @@ class _Received(NamedTuple):
 class NvlinkTransport:
     """One rank's end of the exchange."""
 
+    graphs = True
+
     def __init__(
         self,
         *,
@@ -66,12 +68,14 @@ class NvlinkTransport:
         assert caps.bulk is not None
         self.caps = caps
         self._topology, self._rank, self._timeout = topology, rank, timeout
-        shapes = {
+        self._per_rank = topology.experts_per_rank(num_experts)
+        self._shapes = shapes = {
             Path.DECODE: Shape(caps.decode, hidden_size, top_k, dtype),
             Path.BULK: Shape(caps.bulk, hidden_size, top_k, dtype),
         }
         sizes = {path: channel_bytes(topology, shape) for path, shape in shapes.items()}
         arena = make_arena(sum(sizes.values()))
+        self._device = arena.local.device
         pinned = arena.local.is_cuda
         waits = Waits(torch.zeros(2, dtype=torch.int64, pin_memory=pinned), timeout)
         self._waits = waits
@@ -86,6 +90,32 @@ class NvlinkTransport:
             else:
                 self._ffn[path] = FfnEnd(topology, rank, shape, arena, offset, waits, blocks)
             offset += sizes[path]
+
+    def load(self) -> None:
+        """See `Transport.load`."""
+        attention = self._topology.attention_world
+        counts = tuple(int(rank in attention) for rank in range(self._topology.world_size))
+        for path, shape in self._shapes.items():
+            round_ = Round(path, 0, counts)
+            if self._attention:
+                self.combine(self.dispatch(self._first_row(shape), round_))
+            else:
+                batch, received = self.receive(round_)
+                places = (*batch.expert_ids.shape, shape.hidden_size)
+                self.reply(batch.hidden.new_zeros(places), received)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _first_row(self, shape: Shape) -> RoutedRows:
+        """A row for an expert of as many F ranks as it can have."""
+        ids = torch.full((1, shape.top_k), -1, dtype=torch.int32, device=self._device)
+        owners = torch.arange(min(shape.top_k, len(self._topology.ffn_world)))
+        ids[0, : len(owners)] = owners.int() * self._per_rank
+        return RoutedRows(
+            torch.zeros(1, shape.hidden_size, dtype=shape.dtype, device=self._device),
+            ids,
+            torch.zeros(1, shape.top_k, device=self._device),
+        )
 
     def dispatch(self, rows: RoutedRows, round_: Round) -> _Pending:
         """See `Transport.dispatch`."""

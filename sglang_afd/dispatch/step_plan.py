@@ -66,7 +66,8 @@ class Round(NamedTuple):
     start: int
     """First row of every rank that sends some."""
     counts: tuple[int, ...]
-    """Rows that each world rank sends."""
+    """Rows that each world rank sends; a transport that graphs are made of (`Transport.graphs`)
+    needs none of a decode round."""
 
     def rows_of(self, rank: int) -> slice:
         """Which of its rows world rank `rank` sends."""
@@ -91,13 +92,23 @@ class StepPlan:
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
         """The exchanges of every MoE layer, in order: decoding ranks do not wait for prefills."""
-        bulk = [kind is StepKind.EXTEND and self.caps.bulk is not None for kind in self.kinds]
-        decode_rows = [0 if b else rows for b, rows in zip(bulk, self.rows, strict=True)]
-        bulk_rows = [rows if b else 0 for b, rows in zip(bulk, self.rows, strict=True)]
-        return (
-            *_decode_rounds(decode_rows, self.caps.decode),
-            *_bulk_rounds(bulk_rows, self.caps.bulk or 1),
+        decode, bulk = (
+            [self.rows_of(path, rank) for rank in range(len(self.rows))]
+            for path in (Path.DECODE, Path.BULK)
         )
+        return (
+            *_decode_rounds(decode, self.caps.decode),
+            *_bulk_rounds(bulk, self.caps.bulk or 1),
+        )
+
+    def rows_of(self, path: Path, rank: int) -> int:
+        """Rows that world rank `rank` sends on that path into every MoE layer."""
+        in_blocks = self.kinds[rank] is StepKind.EXTEND and self.caps.bulk is not None
+        return self.rows[rank] if in_blocks is (path is Path.BULK) else 0
+
+    def rounds_of(self, path: Path) -> tuple[Round, ...]:
+        """The exchanges of one path."""
+        return tuple(round_ for round_ in self.rounds if round_.path is path)
 
     @classmethod
     def from_rows(

@@ -56,6 +56,15 @@ class Transport(Protocol):
 
     caps: Caps
     """Rows that it carries in one round."""
+    graphs: bool
+    """Whether its decode rounds can be recorded in CUDA graphs, of any rank's own, and replayed
+    between others that are not: how many rows there are is read on the device."""
+
+    def load(self) -> None:
+        """Exchange a row on every path, so that kernels are loaded and the peers known to answer.
+
+        A collective call of all world ranks.
+        """
 
     def dispatch(self, rows: RoutedRows, round_: Round) -> Any:
         """A: send rows to the F ranks that own their experts; return a handle for `combine`."""

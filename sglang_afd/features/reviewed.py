@@ -73,9 +73,13 @@ PASSED: dict[str, tuple[str, ...]] = {
         *("--nccl-port", "--engine-info-bootstrap-port", "--dist-timeout", "--numa-node"),
         *("--gc-threshold", "--watchdog-timeout", "--soft-watchdog-timeout", "--enable-p2p-check"),
     ),
+    "whether and how decode steps are recorded in CUDA graphs": (
+        *("--disable-cuda-graph", "--disable-decode-cuda-graph", "--disable-cuda-graph-padding"),
+        "--enable-cudagraph-gc",
+    ),
     "it switches off what AFD leaves off": (
-        *("--disable-cuda-graph", "--disable-prefill-cuda-graph", "--disable-decode-cuda-graph"),
-        *("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion"),
+        *("--disable-prefill-cuda-graph", "--disable-custom-all-reduce"),
+        "--enforce-disable-flashinfer-allreduce-fusion",
     ),
 }
 
@@ -104,8 +108,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         *("--flashinfer-a2a-dispatch-type", "--flashinfer-mxfp4-moe-precision", "--fuseep-mode"),
         *("--disable-flashinfer-cutlass-moe-fp4-allgather", "--deepep-v2-mode"),
     ),
-    "CUDA graphs": (
-        *("--disable-cuda-graph-padding", "--enable-cudagraph-gc"),
+    "CUDA graphs of prefills": (
         *("--cuda-graph-prefill-max-context", "--context-bucket"),
         "--cuda-graph-max-seq-len-prefill",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TESTS = "tests/integration"
+TESTS = "tests"
 NOT_SHOWN = "not shown to work yet"
 LEAVE_OUT = "leave it out"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sglang_afd.features.row import Feature, Switch, served
 
-_FEATURES = "test_features.py::"
-_ENDPOINTS = "test_endpoints.py::"
+_FEATURES = "integration/test_features.py::"
+_ENDPOINTS = "integration/test_endpoints.py::"
 
 SERVED: tuple[Feature, ...] = (
     served(
@@ -21,6 +21,14 @@ SERVED: tuple[Feature, ...] = (
     ),
     served("Stop strings", _FEATURES + "test_stop_strings", requests=("stop",)),
     served("Abort", _FEATURES + "test_abort", requests=("/abort_request",)),
+    served(
+        "CUDA graphs",
+        "gpu/test_graphs.py::test_replays_and_eager_steps_give_the_same_bits",
+        Switch("--cuda-graph-backend-decode", only=("full",)),
+        Switch("--cuda-graph-max-bs-decode"),
+        Switch("--cuda-graph-bs-decode"),
+        limit="of decode steps over nvlink, in batches of up to --afd-max-tokens-per-rank rows",
+    ),
     served("Overlap scheduler", _FEATURES + "test_overlap_scheduler"),
     served(
         "Overlap scheduler off",

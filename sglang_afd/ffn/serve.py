@@ -1,4 +1,4 @@
-"""The F side of a step: for every MoE layer, take rows, run the experts, send rows back."""
+"""The F side of rounds: for every MoE layer, take rows, run the experts, send rows back."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sglang_afd.dispatch.step_plan import StepPlan
+from sglang_afd.dispatch.step_plan import Round, StepPlan
 from sglang_afd.dispatch.transport import MaskedBatch, RowBatch, Transport
 
 Experts = Callable[[RowBatch | MaskedBatch], torch.Tensor]
 """One layer's experts of this rank: a received batch -> output as `Transport.reply` takes it."""
 
 
-def serve_step(plan: StepPlan, layers: Sequence[Experts], transport: Transport) -> None:
-    """Serve one forward of the A ranks: every layer, in order, in the plan's rounds."""
+def serve_eagerly(plan: StepPlan, *, layers: Sequence[Experts], transport: Transport) -> None:
+    """Serve one forward of the A ranks in the plan's rounds."""
+    serve_rounds(plan.rounds, layers, transport)
+
+
+def serve_rounds(rounds: Sequence[Round], layers: Sequence[Experts], transport: Transport) -> None:
+    """Serve rounds of one forward of the A ranks: in every layer, in order."""
     for experts in layers:
-        for round_ in plan.rounds:
+        for round_ in rounds:
             batch, handle = transport.receive(round_)
             transport.reply(experts(batch), handle)

@@ -34,13 +34,15 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
     """What the transport was expected to keep."""
     passing_estimate_bytes: int
     """What a round is expected to take on top while it lasts."""
+    graph_bytes: int
+    """What the CUDA graphs took."""
 
 
 def table(holdings: Sequence[Holdings]) -> str:
     """A plain-text table, one line a rank."""
     titles = (
         *("rank", "experts/layer", "parameters", "weights", "load peak", "KV tokens", "KV"),
-        *("communicator", "buffers (estimate)", "a round (estimate)"),
+        *("communicator", "buffers (estimate)", "a round (estimate)", "graphs"),
     )
     rows = [
         (
@@ -54,6 +56,7 @@ def table(holdings: Sequence[Holdings]) -> str:
             size(h.communicator_bytes),
             f"{size(h.buffer_bytes)} ({size(h.buffer_estimate_bytes)})",
             size(h.passing_estimate_bytes),
+            size(h.graph_bytes),
         )
         for h in holdings
     ]

@@ -55,7 +55,7 @@ def _advice(facts: Facts) -> Advice:
     model = shape_of(facts.checkpoint.config)
     context = int_value(facts.args, "--context-length", default=_CONTEXT)
     context = min(max(context, 1), _CONTEXT)
-    mode = contract("sync")
+    mode = contract("sync", transport=facts.config.transport)
     answer = search(
         Question(
             shape=model,

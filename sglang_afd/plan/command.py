@@ -174,7 +174,7 @@ def question_of(args: argparse.Namespace) -> Question:
     lanes, graphs = tuple(args.lanes or (1, 2, 3)), True
     kinds: tuple[str, ...] = ("colocated", "afd", "cad")
     if args.as_built:
-        sync, more = contract("sync"), contract("async")
+        sync, more = (contract(mode, transport=args.transport) for mode in ("sync", "async"))
         lanes = tuple(n for n in lanes if n in (*sync.lanes, *more.lanes))
         graphs, kinds = sync.graphs, ("colocated", "afd")
         if not lanes:

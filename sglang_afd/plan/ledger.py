@@ -129,14 +129,14 @@ def cad_memory(
 
 
 def transport_buffers(
-    shape: ModelShape, transport: str, layout: Topology, cap: int, block: int = 8192
+    shape: ModelShape, transport: str, layout: Topology, cap: int, block: int = 2048
 ) -> tuple[float, float]:
     """Bytes of a lane's buffers on an attention and on an FFN rank, a round's tensors included."""
     return _buffers(shape, transport, layout, cap, block, passing=True)
 
 
 def kept_buffers(
-    shape: ModelShape, transport: str, layout: Topology, cap: int, block: int = 8192
+    shape: ModelShape, transport: str, layout: Topology, cap: int, block: int = 2048
 ) -> tuple[float, float]:
     """The same without a round's tensors."""
     return _buffers(shape, transport, layout, cap, block, passing=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sglang_afd import features
 from sglang_afd.config import AfdConfig
 from sglang_afd.families import FAMILIES
+from sglang_afd.flags import GRAPH_TRANSPORTS
 from sglang_afd.plan.errors import PlanError
 from sglang_afd.plan.shape import ModelShape
 
@@ -36,8 +37,8 @@ def served(feature: str) -> bool:
     raise PlanError("capability table", f"has no row {feature!r}")
 
 
-def contract(mode: str, *, design: bool = False) -> Contract:
-    """What `mode` may do in this build, or (`design`) once all of the design is built.
+def contract(mode: str, *, transport: str = "nvlink", design: bool = False) -> Contract:
+    """What `mode` may do in this build over `transport`, or (`design`) once all is built.
 
     ``sync`` is one lane, ``async`` two and more; ``colocated`` is plain SGLang, which has graphs.
 
@@ -55,7 +56,8 @@ def contract(mode: str, *, design: bool = False) -> Contract:
         lanes = ()
     verify = served("Speculative decoding")
     stages = tuple(stage for stage in STAGES if verify or stage != "verify")
-    return Contract(mode, lanes, stages if lanes else (), served("CUDA graphs"))
+    graphs = served("CUDA graphs") and transport in GRAPH_TRANSPORTS
+    return Contract(mode, lanes, stages if lanes else (), graphs)
 
 
 def missing(shape: ModelShape, *, lanes: int, width: int, kind: str, transport: str) -> list[str]:
@@ -67,7 +69,7 @@ def missing(shape: ModelShape, *, lanes: int, width: int, kind: str, transport: 
         found.append("core-attention disaggregation")
     if transport not in ("nvlink", "deepep", "gloo"):
         found.append(f"the {transport} transport")
-    mode = contract("sync" if lanes == 1 else "async")
+    mode = contract("sync" if lanes == 1 else "async", transport=transport)
     if lanes not in mode.lanes:
         found.append(f"{lanes} lanes")
     if not mode.graphs:

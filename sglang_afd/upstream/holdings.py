@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _PROC = Path("/proc/self")
 _measured: dict[str, int] = {}
+T = TypeVar("T")
 _load_peak: int | None = None
 _holdings: list[Holdings] = []
 
@@ -45,6 +46,14 @@ def measure_buffers(make: Callable[[], Any], group: Any) -> Any:
     _measured["communicator"] = at_first - before
     _measured["buffers"] = before - _free_device_bytes()
     return transport
+
+
+def measure_graphs(make: Callable[[], T]) -> T:
+    """Record CUDA graphs; note how much device memory they took."""
+    before = _free_device_bytes()
+    made = make()
+    _measured["graphs"] = before - _free_device_bytes()
+    return made
 
 
 def _free_device_bytes() -> int:
@@ -111,6 +120,7 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
         fp8=scheduler.model_config.quantization == "fp8",
     )
     attention = context.role is Role.ATTENTION
+    sizes: dict[str, float] = runner.graph_memory_usage or {}  # SGLang's graphs, GiB
     held = buffers.attention if attention else buffers.ffn
     mine = Holdings(
         rank=context.name,
@@ -125,6 +135,7 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
         buffer_bytes=_measured["buffers"],
         buffer_estimate_bytes=held.kept,
         passing_estimate_bytes=held.passing,
+        graph_bytes=_measured.get("graphs", 0) + int(sum(sizes.values()) * 2**30),
     )
     everyone: list[Any] = [None] * context.topology.world_size
     dist.all_gather_object(everyone, mine, group=scheduler.tp_cpu_group)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from sglang_afd.attention.empty_rounds import EmptyRounds
 from sglang_afd.attention.exchange import AttentionExchange
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext, current, enter
-from sglang_afd.dispatch.transport import ExchangeError, Transport
+from sglang_afd.dispatch.step_plan import StepPlan
+from sglang_afd.dispatch.transport import ExchangeError, RoutedRows, Transport
 from sglang_afd.families import family_of
-from sglang_afd.ffn.serve import serve_step
+from sglang_afd.ffn.graph import GraphServer
+from sglang_afd.ffn.serve import serve_eagerly
 from sglang_afd.identity import checkpoint_identity
 from sglang_afd.topology import Role
 from sglang_afd.transports import join
-from sglang_afd.upstream import expert_layers
+from sglang_afd.upstream import expert_layers, graphs
 from sglang_afd.upstream.groups import make_attention_group
-from sglang_afd.upstream.holdings import measure_buffers
+from sglang_afd.upstream.holdings import measure_buffers, measure_graphs
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.roles import on_ffn
 
@@ -37,7 +42,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     """Hooks of a scheduler process."""
     transport: Transport
     exchange: AttentionExchange
-    experts: list[Any] = []
+    serve_plan: Callable[[StepPlan], None]
 
     def learn_rank(_: None, scheduler: Any) -> None:
         from sglang.srt.runtime_context import get_memory, get_model, get_parallel, get_schedule
@@ -77,41 +82,64 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             group,
         )
         context.caps = transport.caps
+        with naming_peers():
+            transport.load()
         exchange = AttentionExchange(context, transport)
         expert_layers.connect(exchange)
 
     def load_kernels(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         """Compile the experts' kernels before a peer waits for them; A ranks meet F's here."""
+        nonlocal serve_plan
         from torch.distributed import barrier
 
-        if current().role is Role.FFN:
-            experts.extend(scheduler.tp_worker.model_runner.model.experts())
+        context, runner = current(), scheduler.tp_worker.model_runner
+        if context.role is Role.FFN:
+            experts = runner.model.experts()
             for batch in transport.samples():
                 experts[0](batch)
+            if graphs.wanted(transport):
+                serve_plan = measure_graphs(lambda: GraphServer(experts, transport)).serve
+            else:
+                serve_plan = partial(serve_eagerly, layers=experts, transport=transport)
+        elif graphs.wanted(transport):
+            rows = no_rows(context, scheduler.model_config.dtype, runner.device)
+            layers = len(context.facts.layers)
+            exchange.use(measure_graphs(lambda: EmptyRounds(transport, layers, rows)))
         barrier(group=scheduler.tp_cpu_group)
 
-    def serve(original: Callable[..., None], scheduler: Any) -> None:
-        current().serving = True
+    @contextmanager
+    def naming_peers() -> Iterator[None]:
+        """Say in an error which peer did not answer, if that is behind it."""
         try:
-            original(scheduler)
+            yield
         except Exception as error:
             meaning = transport.failure(error)
             if meaning is None:
                 raise
             raise ExchangeError(meaning) from error
 
+    def serve(original: Callable[..., None], scheduler: Any) -> None:
+        current().serving = True
+        with naming_peers():
+            original(scheduler)
+
     def forward_of_role(
         original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if runner.is_draft_worker:
             return original(runner, *args, **kwargs)
-        if current().role is Role.ATTENTION:
+        if current().role is Role.FFN:
+            with current().step() as plan:
+                if plan is not None:
+                    serve_plan(plan)
+        elif not exchange.skips():
             with exchange.step():
                 return original(runner, *args, **kwargs)
-        with current().step() as plan:
-            if plan is not None:
-                serve_step(plan, experts, transport)
         return _nothing_sampled(runner)
+
+    def replay(runner: Any, *args: Any, **kwargs: Any) -> None:
+        if not runner.model_runner.is_draft_worker:
+            exchange.replayed()
 
     @on_ffn
     def sample_nothing(runner: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -163,6 +191,13 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             "a step's forward: A exchanges rows by the plan, F serves them",
         ),
         Hook(
+            "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+            ".execute",
+            Kind.BEFORE,
+            replay,
+            "a replayed forward exchanges without passing through Python: it is accounted for",
+        ),
+        Hook(
             f"{_RUNNER}.sample",
             Kind.AROUND,
             sample_nothing,
@@ -180,6 +215,16 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             no_attention_on_ffn,
             "F ranks run no attention",
         ),
+    )
+
+
+def no_rows(context: RankContext, dtype: torch.dtype, device: str) -> RoutedRows:
+    """No rows, in the form of the model's."""
+    facts = context.facts
+    return RoutedRows(
+        torch.empty(0, facts.hidden_size, dtype=dtype, device=device),
+        torch.empty(0, facts.top_k, dtype=torch.int32, device=device),
+        torch.empty(0, facts.top_k, device=device),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_afd.context import current
-from sglang_afd.dispatch.step_plan import PLAN_WIDTH, StepKind, StepPlan
+from sglang_afd.dispatch.step_plan import PLAN_WIDTH, Path, StepKind, StepPlan
 from sglang_afd.upstream.hooks import Hook, Kind
 
 _SYNC = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo"
@@ -44,13 +44,16 @@ def _read_plan(_: None, info: Any, *args: Any, **kwargs: Any) -> None:
     context = current()
     assert context.caps is not None, "ranks step only after the transport was made"
     assert context.row is not None, "the gather that has just ended began with this rank's row"
-    context.plan = StepPlan.from_rows(
+    context.plan = plan = StepPlan.from_rows(
         info.tp0_info_cpu[:, -PLAN_WIDTH:].tolist(),
         context.topology,
         context.caps,
         context.rank,
         context.row,
     )
+    # SGLang lets no rank replay a graph while one extends; here every rank's exchange is its own.
+    extends = plan.kinds[context.rank] is StepKind.EXTEND
+    info.can_run_decode_cuda_graph = not extends and len(plan.rounds_of(Path.DECODE)) == 1
 
 
 HOOKS = (

@@ -19,19 +19,28 @@ pytestmark = [
 ]
 
 SEED = int(os.environ.get("SEED", random.randrange(2**31)))
+ROUNDS = int(os.environ.get("ROUNDS", 10_000))
 
 
 def launch(folder: Path, attention: int, ffn: int, silent: int = -1) -> dict[int, str]:
     """What every rank (but a silent one) reports."""
-    print(f"SEED={SEED}")
-    environment = {**os.environ, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     arguments = [str(attention), str(ffn), str(folder), str(SEED), str(silent)]
+    run_ranks("tests.support.nvlink_world", attention + ffn, arguments, silent)
+    ranks = [rank for rank in range(attention + ffn) if rank != silent]
+    return {rank: (folder / f"rank{rank}.txt").read_text() for rank in ranks}
+
+
+def run_ranks(module: str, ranks: int, arguments: list[str], silent: int = -1) -> None:
+    """Run a process for every rank; all but a silent one must end well."""
+    print(f"SEED={SEED}")
+    environment = {
+        **os.environ,
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    }
     running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.nvlink_world", str(rank), *arguments],
-            env=environment,
-        )
-        for rank in range(attention + ffn)
+        subprocess.Popen([sys.executable, "-m", module, str(rank), *arguments], env=environment)
+        for rank in range(ranks)
     ]
     try:
         for rank, process in enumerate(running):
@@ -41,8 +50,14 @@ def launch(folder: Path, attention: int, ffn: int, silent: int = -1) -> dict[int
         for process in running:
             process.kill()
             process.wait()
-    ranks = [rank for rank in range(attention + ffn) if rank != silent]
-    return {rank: (folder / f"rank{rank}.txt").read_text() for rank in ranks}
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4])
+def test_lanes_in_flight_between_processes(tmp_path: Path, lanes: int) -> None:
+    """Captured exchanges of several lanes under random delays, in no order between the lanes."""
+    arguments = [str(lanes), str(tmp_path), str(SEED), str(ROUNDS)]
+    run_ranks("tests.support.nvlink_lanes", 2, arguments)
+    assert (tmp_path / "rank0.txt").read_text() == "0"
 
 
 @pytest.mark.parametrize(("attention", "ffn"), [(1, 1), (2, 1), (1, 2), (2, 2)])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from sglang_afd.attention.empty_rounds import EmptyRounds
 from sglang_afd.attention.exchange import AttentionExchange
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
@@ -156,6 +159,82 @@ def test_a_decoding_rank_takes_no_part_in_a_prefills_blocks(rank: int, paths: li
     assert [Path(round_.path).name for round_ in transport.rounds] == paths * 2
     assert [part.hidden.shape[0] for part in transport.sent] == [[0, 8, 6], [2]][rank] * 2
     assert all(torch.equal(output, answer(rows)) for output in outputs)
+
+
+class CountedRounds:
+    """Stands in for the graph of rounds without rows: what was started, and when it was awaited."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def start(self, rounds: int) -> None:
+        self.calls.append(("start", rounds))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", 0))
+
+
+def with_graphs(rank: int) -> tuple[RankContext, Recorder, AttentionExchange, CountedRounds]:
+    context, transport, exchange = make(rank)
+    empty = CountedRounds()
+    exchange.use(cast(EmptyRounds, empty))
+    return context, transport, exchange, empty
+
+
+def test_with_graphs_a_prefill_goes_through_its_blocks_alone() -> None:
+    """The decode rounds of the other rank, two of 3 rows each, go their own way meanwhile."""
+    context, transport, exchange, empty = with_graphs(0)
+    context.plan = plan(14, 5, bulk=8)
+    rows = some_rows(14)
+    with exchange.step():
+        assert empty.calls == [("start", 2)]
+        outputs = [exchange(*rows) for _ in FACTS.layers]
+        assert len(empty.calls) == 1
+    assert empty.calls[1:] == [("finish", 0)]
+    assert [round_.path for round_ in transport.rounds] == [Path.BULK, Path.BULK] * 2
+    assert all(torch.equal(output, answer(rows)) for output in outputs)
+
+
+@pytest.mark.parametrize(("rows", "rounds"), [((2, 0), 1), ((7, 0), 3), ((0, 0), 0)])
+def test_with_graphs_a_rank_without_rows_needs_no_forward(
+    rows: tuple[int, int], rounds: int
+) -> None:
+    context, transport, exchange, empty = with_graphs(1)
+    context.plan = plan(*rows)
+    assert exchange.skips()
+    assert empty.calls == [("start", rounds), ("finish", 0)]
+    assert transport.sent == [] and context.plan is None
+
+
+def test_a_rank_with_rows_or_without_graphs_needs_its_forward() -> None:
+    context, _, exchange, empty = with_graphs(0)
+    assert not exchange.skips()  # no step is agreed
+    context.plan = plan(2, 0)
+    assert not exchange.skips()
+    with exchange.step():
+        outputs = [exchange(*some_rows(2)) for _ in FACTS.layers]
+    assert len(outputs) == 2 and empty.calls == []
+    context, _, exchange = make(1)
+    context.plan = plan(2, 0)
+    assert not exchange.skips() and context.plan is not None
+
+
+def test_a_replayed_forward_has_gone_through_all_layers() -> None:
+    context, transport, exchange, _ = with_graphs(0)
+    context.plan = plan(2, CAP)
+    with exchange.step():
+        exchange.replayed()
+    assert transport.sent == []
+
+
+def test_a_replay_where_the_plan_has_more_rounds_is_refused() -> None:
+    context, _, exchange, _ = with_graphs(0)
+    context.plan = plan(2, CAP + 1)
+    with (
+        pytest.raises(RuntimeError, match="one round, but step 11 has 2; F ranks still wait"),
+        exchange.step(),
+    ):
+        exchange.replayed()
 
 
 def test_a_failed_forward_fails_with_its_own_error_and_ends_the_step() -> None:

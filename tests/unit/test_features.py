@@ -160,8 +160,8 @@ def test_a_switch_without_value_is_refused() -> None:
 
 
 def test_earlier_values_count_too() -> None:
-    args = ["--cuda-graph-backend-decode", "full", "--cuda-graph-backend-decode", "disabled"]
-    assert [asked.by for asked in refused(args, {})] == ["--cuda-graph-backend-decode full"]
+    args = ["--cuda-graph-backend-prefill", "full", "--cuda-graph-backend-prefill", "disabled"]
+    assert [asked.by for asked in refused(args, {})] == ["--cuda-graph-backend-prefill full"]
 
 
 def test_served_flags_are_not_refused() -> None:

@@ -58,6 +58,22 @@ def test_experts_run_on_what_the_transport_delivers_unless_told() -> None:
     assert runner(transport="gloo", on_cpu=True) is None
 
 
+def test_decode_graphs_are_on_where_the_transport_has_them_unless_told() -> None:
+    def graphs(*argv: str, transport: str = "nvlink", on_cpu: bool = False) -> list[str | None]:
+        args = parse([*COUNTS, *argv], transport=transport, on_cpu=on_cpu).sglang_args
+        flags = ("--cuda-graph-backend-decode", "--cuda-graph-max-bs-decode")
+        return [last_value(args, flag) for flag in flags]
+
+    assert graphs() == [None, "128"]
+    assert graphs("--afd-max-tokens-per-rank", "48") == [None, "48"]
+    assert graphs("--cuda-graph-max-bs-decode", "16") == [None, "16"]
+    assert graphs("--cuda-graph-bs-decode", "1", "2") == [None, None]
+    assert graphs("--cuda-graph-backend-decode", "disabled") == ["disabled", "128"]
+    for transport in ("deepep", "gloo"):
+        assert graphs(transport=transport) == ["disabled", None]
+    assert graphs(on_cpu=True) == ["disabled", None]
+
+
 def test_auto_is_what_the_machine_has() -> None:
     assert config_of(transport="deepep").transport == "deepep"
     assert config_of("--afd-transport", "auto", transport="deepep").transport == "deepep"

@@ -322,6 +322,30 @@ def test_transport_gate_refuses_nvlink(
     assert len(texts) == 1 and expected in texts[0], texts
 
 
+@pytest.mark.parametrize("transport", ["gloo", "deepep"])
+@pytest.mark.parametrize(
+    "flags",
+    [("--cuda-graph-backend-decode", "full"), ("--cuda-graph-max-bs-decode", "8"),
+     ("--cuda-graph-bs-decode", "1", "2")],
+)  # fmt: skip
+def test_graphs_are_refused_where_the_transport_has_none(
+    tmp_path: Path, transport: str, flags: tuple[str, ...]
+) -> None:
+    model = write_model(tmp_path, hidden_size=2048)
+    facts = make_facts(model, "--afd-transport", transport, *flags, machine=GPUS)
+    [text] = refused(facts, "transport")
+    assert f"steps over {transport} are not recorded in CUDA graphs" in text
+
+
+def test_a_graph_must_fit_one_exchange(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    for size, bad in (("64", False), ("65", True)):
+        flags = ("--afd-max-tokens-per-rank", "64", "--cuda-graph-max-bs-decode", size)
+        texts = refused(make_facts(model, *NVLINK, *flags, machine=GPUS), "transport")
+        assert bool(texts) is bad
+        assert not bad or "65 is over --afd-max-tokens-per-rank 64" in texts[0]
+
+
 def test_transport_gate_refuses_nvlink_on_a_cpu_and_across_hosts(tmp_path: Path) -> None:
     model = write_model(tmp_path)
     assert "the ranks run on the CPU" in refused(make_facts(model, *NVLINK), "transport")[0]
@@ -403,7 +427,7 @@ def test_deepep_slots_are_bounded_exactly(attention: int, ffn: int, tp: int, exp
     [
         (("--enable-hicache",), {}, "--enable-hierarchical-cache asks for Hierarchical cache"),
         (("--speculative-algorithm", "EAGLE3"), {}, "--speculative-algorithm EAGLE3 asks for Spec"),
-        (("--cuda-graph-backend-decode=full",), {}, "--cuda-graph-backend-decode full asks for"),
+        (("--cuda-graph-backend-prefill=full",), {}, "--cuda-graph-backend-prefill full asks for"),
         (("--enable-two-batch",), {}, "--enable-two-batch-overlap asks for Two-batch"),
         (("--pp-size", "2"), {}, "--pp-size 2 asks for Pipeline parallelism"),
         ((), {"SGLANG_RUST_SERVER": "true"}, "SGLANG_RUST_SERVER=true asks for Rust server"),

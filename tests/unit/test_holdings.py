@@ -31,6 +31,7 @@ ATTENTION = Holdings(
     buffer_bytes=100,
     buffer_estimate_bytes=2048,
     passing_estimate_bytes=0,
+    graph_bytes=0,
 )
 FFN = Holdings(
     rank="FFN rank 0 (world rank 1)",
@@ -45,6 +46,7 @@ FFN = Holdings(
     buffer_bytes=1024,
     buffer_estimate_bytes=1024,
     passing_estimate_bytes=2 * MIB,
+    graph_bytes=3 * MIB,
 )
 
 
@@ -76,11 +78,11 @@ def test_a_size_reads_back_as_what_it_was(count: int) -> None:
 def test_the_table_has_a_line_for_every_rank() -> None:
     assert table([ATTENTION, FFN]).splitlines() == [
         "rank                             experts/layer  parameters  weights  load peak"
-        "  KV tokens        KV  communicator  buffers (estimate)  a round (estimate)",
+        "  KV tokens        KV  communicator  buffers (estimate)  a round (estimate)   graphs",
         "attention rank 0 (world rank 0)              0   1,234,567  3.0 MiB    3.5 MiB"
-        "     65,536  2.00 GiB         512 B     100 B (2.0 KiB)                 0 B",
+        "     65,536  2.00 GiB         512 B     100 B (2.0 KiB)                 0 B      0 B",
         "FFN rank 0 (world rank 1)                  128           9      0 B     1023 B"
-        "          0       0 B       5.0 MiB   1.0 KiB (1.0 KiB)             2.0 MiB",
+        "          0       0 B       5.0 MiB   1.0 KiB (1.0 KiB)             2.0 MiB  3.0 MiB",
     ]
 
 

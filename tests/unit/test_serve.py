@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_afd.dispatch.step_plan import Caps, Round, StepKind, StepPlan
 from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
-from sglang_afd.ffn.serve import Experts, serve_step
+from sglang_afd.ffn.serve import Experts, serve_eagerly
 
 pytestmark = pytest.mark.unit
 
@@ -46,7 +46,7 @@ def test_every_round_of_every_layer_is_answered_in_order(
     kinds = [StepKind.EXTEND if index % 2 else StepKind.DECODE for index in range(len(rows) + 1)]
     plan = StepPlan(0, tuple(kinds), (*rows, 0), Caps(cap, 2 * cap))
     transport = Recorder()
-    serve_step(plan, [layer(number) for number in range(layers)], transport)
+    serve_eagerly(plan, layers=[layer(number) for number in range(layers)], transport=transport)
     rounds = list(plan.rounds)
     assert transport.rounds == rounds * layers
     assert transport.replies == [

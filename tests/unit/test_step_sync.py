@@ -97,6 +97,34 @@ def test_every_rank_reads_the_plan(as_rank: Callable[[int], RankContext], rank: 
     assert context.plan.caps == CAPS
 
 
+@pytest.mark.parametrize(
+    ("rank", "rows", "allowed"),
+    [
+        (0, (8, 0), True),
+        (0, (8, 64), True),  # the other one's prefill goes in blocks
+        (0, (8, 9), False),  # the other one's rows take two rounds
+        (2, (8, 64), False),  # extends
+        (2, (8, 0), True),  # idle
+    ],
+)
+def test_every_rank_chooses_its_graph_by_itself(
+    as_rank: Callable[[int], RankContext], rank: int, rows: tuple[int, int], allowed: bool
+) -> None:
+    """Ranks 0 and 1 decode, 2 and 3 extend, decode or are idle; SGLang's vote is the minimum."""
+    context = as_rank(rank)
+    kinds = [StepKind.DECODE, StepKind.EXTEND if rows[1] == 64 else StepKind.DECODE]
+    kinds = [kind if n else StepKind.IDLE for kind, n in zip(kinds, rows, strict=True)]
+    contribute(2 * rows[context.topology.dp_rank_of(rank)], kinds[rank // 2] is StepKind.EXTEND)
+    sent = [
+        [*UPSTREAM, *PlanRow(0, kind, n, context.config_hash)]
+        for kind, n in (*zip(kinds, rows, strict=True), (StepKind.IDLE, 0))
+    ]
+    info = gathered(*sent)
+    info.can_run_decode_cuda_graph = False
+    hook("all_gather", Kind.AFTER).fn(None, info, "cpu", group=None)
+    assert info.can_run_decode_cuda_graph is allowed
+
+
 @pytest.mark.parametrize("column", [0, 3], ids=["step", "hash"])
 def test_the_second_rank_of_a_dp_rank_notices_that_it_differs(
     as_rank: Callable[[int], RankContext], column: int

@@ -1,0 +1,42 @@
+"""Decode rounds in which this A rank has no rows: it takes part without holding anything up.
+
+F takes a flag of every A rank in every decode round, so a rank that is idle or runs a prefill must
+send them too, layer by layer.  One CUDA graph of all layers does so, on a stream of its own, at the
+pace of the ranks that decode: a prefill on this rank does not slow the decode of the others.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_afd.dispatch.step_plan import Path, Round
+from sglang_afd.dispatch.transport import RoutedRows, Transport
+
+
+class EmptyRounds:
+    """This rank's part of one decode round without rows of its own, in every layer."""
+
+    def __init__(self, transport: Transport, layers: int, rows: RoutedRows) -> None:
+        """Record the graph; the transport's kernels are loaded already.
+
+        Args:
+            layers: MoE layers of the model.
+            rows: no rows, in the form of the model's: [0, H], [0, K], [0, K].
+        """
+        self._stream = torch.cuda.Stream()
+        self._graph = torch.cuda.CUDAGraph()
+        round_ = Round(Path.DECODE, 0, ())
+        with torch.cuda.graph(self._graph, stream=self._stream):
+            for _ in range(layers):
+                transport.combine(transport.dispatch(rows, round_))
+
+    def start(self, rounds: int) -> None:
+        """Take part in that many rounds a layer, after what the current stream did so far."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(rounds):
+                self._graph.replay()
+
+    def finish(self) -> None:
+        """What the current stream does from now on comes after the rounds."""
+        torch.cuda.current_stream().wait_stream(self._stream)

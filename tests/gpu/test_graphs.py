@@ -1,0 +1,208 @@
+"""CUDA graphs of both roles over `nvlink`: ranks that replay, decode eagerly, prefill or are idle.
+
+All ranks run in one process on one GPU, each on streams of its own, with every layer's experts the
+reference's; so every result has exactly the bits that the reference gives.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+# Streams that wait for one another must not share one of the device's launch queues (8 by default).
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+import pytest
+import torch
+
+from sglang_afd.attention.empty_rounds import EmptyRounds
+from sglang_afd.attention.exchange import AttentionExchange
+from sglang_afd.config import AfdConfig
+from sglang_afd.context import RankContext
+from sglang_afd.dispatch.channel import Arena, Shape
+from sglang_afd.dispatch.nvlink import NvlinkTransport
+from sglang_afd.dispatch.step_plan import Caps, Path, StepKind, StepPlan
+from sglang_afd.dispatch.transport import MaskedBatch, RoutedRows, RowBatch
+from sglang_afd.families import FAMILIES, MoeFacts
+from sglang_afd.ffn.graph import GraphServer
+from sglang_afd.topology import Topology
+from tests.support.local_ends import expected, random_rows, run_experts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SEED = int(os.environ.get("SEED", random.randrange(2**31)))
+STEPS = int(os.environ.get("STEPS", 200))
+LAYERS, EXPERTS, TOP_K, HIDDEN = 3, 16, 4, 256
+CAPS = Caps(decode=16, bulk=64)
+BUCKETS = (4, 16)
+FORM = Shape(CAPS.decode, HIDDEN, TOP_K, torch.bfloat16)
+FACTS = MoeFacts(tuple(range(LAYERS)), EXPERTS, TOP_K, HIDDEN, intermediate_size=64)
+
+
+class AttentionRank:
+    """One A rank: its exchange, its graphs of every bucket, and the stream its forwards run on."""
+
+    def __init__(self, config: AfdConfig, rank: int, transport: NvlinkTransport) -> None:
+        self.stream = torch.cuda.Stream()
+        family = FAMILIES["Qwen3MoeForCausalLM"]
+        self.context = RankContext(config, rank, family, FACTS, {}, caps=CAPS)
+        self.exchange = AttentionExchange(self.context, transport)
+        self.inputs = {}
+        self.outputs = {}
+        self.graphs = {}
+        for bucket in BUCKETS:
+            hidden = torch.zeros(bucket, HIDDEN, dtype=torch.bfloat16, device="cuda")
+            ids = torch.full((bucket, TOP_K), -1, dtype=torch.int32, device="cuda")
+            rows = RoutedRows(hidden, ids, torch.zeros(bucket, TOP_K, device="cuda"))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream):
+                self.outputs[bucket] = [self.exchange(*rows) for _ in range(LAYERS)]
+            self.inputs[bucket], self.graphs[bucket] = rows, graph
+        none = RoutedRows(*(field[:0] for field in self.inputs[BUCKETS[0]]))
+        self.exchange.use(EmptyRounds(transport, LAYERS, none))
+        self.context.serving = True
+
+    def forward(self, plan: StepPlan, rows: RoutedRows, *, replay: bool) -> list[torch.Tensor]:
+        """Every layer's output for the same rows."""
+        self.context.plan = plan
+        with torch.cuda.stream(self.stream):
+            if self.exchange.skips():
+                return []
+            with self.exchange.step():
+                if not replay:
+                    return [self.exchange(*rows) for _ in range(LAYERS)]
+                count = rows.hidden.shape[0]
+                bucket = min(b for b in BUCKETS if b >= count)
+                for field, here in zip(rows, self.inputs[bucket], strict=True):
+                    here[:count].copy_(field)
+                self.inputs[bucket].expert_ids[count:] = -1
+                self.graphs[bucket].replay()
+                self.exchange.replayed()
+                return [output[:count].clone() for output in self.outputs[bucket]]
+
+
+def run_layer(batch: RowBatch | MaskedBatch) -> torch.Tensor:
+    assert isinstance(batch, RowBatch)
+    return run_experts(batch.hidden, batch.expert_ids)
+
+
+def make_transports(topology: Topology) -> list[NvlinkTransport]:
+    memory: dict[int, torch.Tensor] = {}
+
+    def arena_of(rank: int, size: int) -> Arena:
+        for other in range(topology.world_size):
+            if other not in memory:
+                memory[other] = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        addresses = tuple(memory[other].data_ptr() for other in range(topology.world_size))
+        return Arena(memory[rank], addresses)
+
+    return [
+        NvlinkTransport(
+            topology=topology,
+            rank=rank,
+            num_experts=EXPERTS,
+            hidden_size=HIDDEN,
+            top_k=TOP_K,
+            dtype=torch.bfloat16,
+            caps=CAPS,
+            timeout=20.0,
+            make_arena=lambda size, rank=rank: arena_of(rank, size),
+        )
+        for rank in range(topology.world_size)
+    ]
+
+
+def exchange_once(topology: Topology, transports: list[NvlinkTransport]) -> None:
+    """Load every kernel before a stream waits for another: one exchange a path, rank after rank."""
+    kinds = (StepKind.DECODE,) * topology.attention_ranks + (StepKind.IDLE,)
+    rows = (1,) * topology.attention_ranks + (0,)
+    for kinds_ in (kinds, (*[StepKind.EXTEND] * topology.attention_ranks, StepKind.IDLE)):
+        for round_ in StepPlan(0, kinds_, rows, CAPS).rounds:
+            sent = [
+                transport.dispatch(random_rows(random.Random(1), 1, FORM, EXPERTS, "cuda"), round_)
+                for transport in transports[:-1]
+            ]
+            batch, handle = transports[-1].receive(round_)
+            transports[-1].reply(run_layer(batch), handle)
+            for transport, one in zip(transports[:-1], sent, strict=True):
+                transport.combine(one)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("attention_ranks", [1, 2, 3])
+def test_replays_and_eager_steps_give_the_same_bits(attention_ranks: int) -> None:
+    """Any mixture of what the ranks do in a step; steps are queued without waiting for results."""
+    print(f"SEED={SEED}")
+    draw = random.Random(SEED)
+    config = AfdConfig(attention_ranks=attention_ranks, ffn_ranks=1, transport="nvlink")
+    topology = config.topology
+    transports = make_transports(topology)
+    exchange_once(topology, transports)
+    server = GraphServer([run_layer] * LAYERS, transports[-1])
+    ranks = [
+        AttentionRank(config, rank, transport) for rank, transport in enumerate(transports[:-1])
+    ]
+    served = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    results = []
+    for step in range(STEPS):
+        kinds, counts = [], []
+        for _ in ranks:
+            kinds.append(draw.choice((StepKind.DECODE, StepKind.DECODE, StepKind.EXTEND)))
+            most = 150 if kinds[-1] is StepKind.EXTEND else draw.choice((16, 16, 16, 40))
+            counts.append(draw.choice((0, 1, draw.randint(1, most), most)))
+        kinds = [kind if n else StepKind.IDLE for kind, n in zip(kinds, counts, strict=True)]
+        plan = StepPlan(step, (*kinds, StepKind.IDLE), (*counts, 0), CAPS)
+        one_round = len(plan.rounds_of(Path.DECODE)) == 1
+        for rank, kind, count in zip(ranks, kinds, counts, strict=True):
+            rows = random_rows(draw, count, FORM, EXPERTS, "cuda")
+            rank.stream.wait_stream(torch.cuda.current_stream())
+            replay = kind is StepKind.DECODE and one_round and draw.random() < 0.7
+            outputs = rank.forward(plan, rows, replay=replay)
+            results.append((step, kind, replay, rows, outputs))
+        with torch.cuda.stream(served):
+            server.serve(plan)
+        if step % 10 == 9:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    for step, kind, replay, rows, outputs in results:
+        assert len(outputs) == (LAYERS if rows.hidden.shape[0] else 0)
+        for output in outputs:
+            assert torch.equal(output, expected(rows, EXPERTS, 1)), (step, kind, replay)
+
+
+def test_a_prefill_does_not_hold_up_the_decode_of_others() -> None:
+    """The decoding rank's step ends while the extending rank's forward still waits to begin."""
+    config = AfdConfig(attention_ranks=2, ffn_ranks=1, transport="nvlink")
+    topology = config.topology
+    transports = make_transports(topology)
+    exchange_once(topology, transports)
+    server = GraphServer([run_layer] * LAYERS, transports[-1])
+    decoding, extending = (
+        AttentionRank(config, rank, transport) for rank, transport in enumerate(transports[:-1])
+    )
+    served = torch.cuda.Stream()
+    draw = random.Random(SEED)
+    plan = StepPlan(0, (StepKind.DECODE, StepKind.EXTEND, StepKind.IDLE), (4, 60, 0), CAPS)
+    few = random_rows(draw, 4, FORM, EXPERTS, "cuda")
+    many = random_rows(draw, 60, FORM, EXPERTS, "cuda")
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    outputs = decoding.forward(plan, few, replay=True)
+    done.record(decoding.stream)
+    with torch.cuda.stream(served):
+        server.serve(plan)
+    extending.context.plan = plan
+    with torch.cuda.stream(extending.stream), extending.exchange.step():
+        torch.cuda._sleep(2_000_000_000)  # about a second before the prefill's first layer
+        late = [extending.exchange(*many) for _ in range(LAYERS)]
+        ready = torch.cuda.Event()
+        ready.record()
+    done.synchronize()
+    assert not ready.query()
+    torch.cuda.synchronize()
+    for output, rows in ((outputs[0], few), (late[-1], many)):
+        assert torch.equal(output, expected(rows, EXPERTS, 1))
