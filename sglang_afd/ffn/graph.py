@@ -23,11 +23,8 @@ class GraphServer:
         self._layers, self._transport = layers, transport
         self._stream = torch.cuda.Stream()
         self._graph = torch.cuda.CUDAGraph()
-        free = torch.cuda.mem_get_info()[0]
         with torch.cuda.graph(self._graph, stream=self._stream):
             serve_rounds([Round(Path.DECODE, 0, ())], layers, transport)
-        self.bytes = free - torch.cuda.mem_get_info()[0]
-        """Device memory that the graph took."""
 
     def serve(self, plan: StepPlan) -> None:
         """Queue one forward of the A ranks; the device may still be at earlier ones."""

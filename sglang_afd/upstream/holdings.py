@@ -50,6 +50,7 @@ def measure_buffers(make: Callable[[], Any], group: Any) -> Any:
 
 def measure_graphs(make: Callable[[], T]) -> T:
     """Record CUDA graphs; note how much device memory they took."""
+    torch.cuda.empty_cache()  # recording begins with that, too
     before = _free_device_bytes()
     made = make()
     _measured["graphs"] = before - _free_device_bytes()

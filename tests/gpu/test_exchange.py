@@ -12,9 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 
-# Streams that wait for one another must not share one of the device's launch queues (8 by default).
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
 import pytest
 import torch
 
