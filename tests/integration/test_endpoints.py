@@ -178,9 +178,6 @@ def test_profile(world: World, tmp_path: Path) -> None:
         assert "aten::linear" in names or "aten::mm" in names, f"{trace.name} saw no GEMM"
 
 
-@pytest.mark.xfail(
-    reason="open: 23 % on one machine, also at commits that gave 7 % on another; cause not found"
-)
 def test_idle_server_sleeps(world: World) -> None:
     """With nothing to do all processes together use under 15 % of two cores; and wake up."""
     world.generate(prompts([10], seed=48)[0], 4)
