@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from sglang_afd.running import free_port
 from tests.support.layouts import CHECKPOINTS
 from tests.support.processes import scheduler
 from tests.support.reference import Expect, assert_equal
 from tests.support.workload import prompts, send
-from tests.support.world import STOP, World, free_port
+from tests.support.world import STOP, World
 
 pytestmark = pytest.mark.integration
 
