@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,6 +130,9 @@ def start(
         _end(process)
 
 
+_given: deque[frozenset[int]] = deque(maxlen=64)
+
+
 def ports_of(port: int) -> list[int]:
     """All that a command may bind with HTTP port `port`, or with this port in --dist-init-addr."""
     derived = (*one_command_ports(port), *first_command_ports(LOOPBACK, port))
@@ -138,11 +142,17 @@ def ports_of(port: int) -> list[int]:
 def free_port() -> int:
     """A port that is free with all its `ports_of`, below the range that the system hands out.
 
+    It is drawn at random, so that other programs which draw one now hardly ever draw the same, and
+    shares no port with the last that this process was given: their servers may not listen yet.
+
     Raises:
         ServerFailed: there is none among many.
     """
     for port in random.sample(range(10000, 30000), 1000):
-        if not any(port_problem(LOOPBACK, other) for other in ports_of(port)):
+        ports = ports_of(port)
+        given = any(taken.intersection(ports) for taken in _given)
+        if not given and not any(port_problem(LOOPBACK, other) for other in ports):
+            _given.append(frozenset(ports))
             return port
     raise ServerFailed("this machine has no free ports between 10000 and 30000")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.support.client import Answer
 from tests.support.layouts import (
     A1F1,
     A1T2F1,
@@ -82,13 +84,16 @@ def test_a_rank_left_idle(world: World, expect: Expect) -> None:
 @on(SMALL)
 def test_a_batch_without_tokens_of_one_rank(world: World, expect: Expect) -> None:
     """Rank 1 runs out of requests, and gets one again, while rank 0 still decodes."""
-    asked = prompts([20, 10, 90], seed=26)
-    lengths, delays, ranks = (160, 4, 8), (0.0, 0.0, 0.8), (0, 1, 1)
-    answers = send(
-        world, asked, lengths, delays=delays, fields=lambda i: {"routed_dp_rank": ranks[i]}
-    )
-    for answer, prompt, length in zip(answers, asked, lengths):
-        assert_equal([answer], expect([prompt], length))
-    ends = [delay + answer.meta["e2e_latency"] for delay, answer in zip(delays, answers)]
-    assert ends[1] < delays[2], "the short request was to end before the late one came"
-    assert ends[2] < ends[0], "the long request was to outlast the others"
+    first, short, late = prompts([20, 10, 90], seed=26)
+    length = 160
+    long = world.stream(first, 1500, routed_dp_rank=0, return_logprob=True)
+    next(long)
+    check(world, expect, [short], 4, routed_dp_rank=1)
+    check(world, expect, [late], 8, routed_dp_rank=1)
+    running = [load["num_running_reqs"] for load in world.get("/v1/loads").json()["loads"]]
+    assert running[0] == 1, "the long request was to outlast the others"
+    parts = (Answer.of(body) for body in long)
+    answer = next(part for part in parts if len(part.tokens) >= length)
+    long.close()
+    tokens, logprobs = answer.tokens[:length], answer.logprobs[:length]
+    assert_equal([replace(answer, tokens=tokens, logprobs=logprobs)], expect([first], length))

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import requests
 
+from sglang_afd.running import free_port
 from sglang_afd.topology import Topology
 from tests.support.client import request_body
 from tests.support.processes import scheduler, wait_until
 from tests.support.workload import prompts
-from tests.support.world import World, free_port
+from tests.support.world import World
 
 pytestmark = pytest.mark.integration
 

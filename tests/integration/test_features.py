@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from tests.support.client import chat_body, request_body
 from tests.support.layouts import A2F1, CAP, CHUNK, RUNNING, SMALL, WIDER, Layout, families, on
 from tests.support.processes import wait_until
 from tests.support.reference import Expect, assert_equal, check
-from tests.support.workload import prompts, send
+from tests.support.workload import Prompt, prompts, send
 from tests.support.world import World
 
 pytestmark = pytest.mark.integration
@@ -277,22 +279,30 @@ def test_session(world: World, expect: Expect) -> None:
 @on(SMALL)
 def test_priority_scheduling(world: World) -> None:
     """With all places taken, an urgent request that came last is served before an earlier one."""
-    filler = prompts([4] * RUNNING, seed=33)
-    low, high = prompts([5, 6], seed=34)
-    asked = [*filler, low, high]
-    delays = [0.0] * RUNNING + [0.4, 0.6]
-    priority = [5] * RUNNING + [0, 9]
-    answers = send(
-        world,
-        asked,
-        [100] * RUNNING + [4, 4],
-        delays=delays,
-        fields=lambda i: {"routed_dp_rank": 0, "priority": priority[i]},
+
+    def ask(prompt: Prompt, priority: int) -> Generator[dict[str, Any]]:
+        return world.stream(prompt, 1500, routed_dp_rank=0, priority=priority)
+
+    def at_work() -> tuple[int, int]:
+        """Requests that run and that wait on rank 0."""
+        load = world.get("/v1/loads").json()["loads"][0]
+        return load["num_running_reqs"], load["num_waiting_reqs"]
+
+    fillers = [ask(prompt, 5) for prompt in prompts([4] * RUNNING, seed=33)]
+    for filler in fillers:
+        next(filler)
+    low, high = (
+        ask(prompt, priority) for prompt, priority in zip(prompts([5, 6], seed=34), (0, 9))
     )
-    low_end, high_end = (
-        delay + answer.meta["e2e_latency"] for delay, answer in zip(delays[-2:], answers[-2:])
-    )
-    assert high_end < low_end
+    with ThreadPoolExecutor(2) as pool:
+        later = pool.submit(next, low)
+        assert wait_until(lambda: at_work() == (RUNNING, 1), 30), at_work()
+        sooner = pool.submit(next, high)
+        assert wait_until(lambda: at_work() == (RUNNING, 2), 30), at_work()
+        fillers[0].close()
+        sooner.result(60)
+        assert not later.done(), "the earlier request was served first, or fillers had ended"
+        assert world.post("/abort_request", {"abort_all": True}).status_code == 200
 
 
 @on(SMALL, NO_OVERLAP, NO_RADIX)

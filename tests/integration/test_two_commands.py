@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from sglang_afd.running import free_port
 from tests.support.layouts import CHECKPOINTS
-from tests.support.processes import scheduler
+from tests.support.processes import scheduler, wait_until
 from tests.support.reference import Expect, assert_equal
 from tests.support.workload import prompts, send
-from tests.support.world import STOP, World, free_port
+from tests.support.world import STOP, World
 
 pytestmark = pytest.mark.integration
 
@@ -79,8 +79,8 @@ def test_tokens_equal_transformers(pair: Pair, expect: Expect, attention: int, f
 def test_order_of_start(start: Start, expect: Expect) -> None:
     """Either command may come first."""
     port = free_port()
-    start(command("ffn", port, 1, 1))
-    time.sleep(3)
+    ffn = start(command("ffn", port, 1, 1))
+    assert wait_until(lambda: "starting 1 rank here" in ffn.log, 60), ffn.tail()
     front = start(command("attention", port, 1, 1)).wait_healthy()
     asked = prompts([9])
     assert_equal(send(front, asked, 8), expect(asked, 8))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -24,7 +23,13 @@ from sglang_afd.validate.answers import Unanswered
 from sglang_afd.validate.command import parser, resolve
 from sglang_afd.validate.settings import Settings
 from sglang_afd.validate.sides import SideFailed
-from tests.support.processes import busy_seconds, end_session, session_members, wait_until
+from tests.support.processes import (
+    busy_seconds,
+    children_seconds,
+    end_session,
+    session_members,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -113,9 +118,3 @@ def test_ending_the_command_ends_what_it_started(end: signal.Signals, tmp_path: 
         assert wait_until(lambda: not session_members(process.pid), 10)
     finally:
         end_session(process.pid)
-
-
-def children_seconds() -> float:
-    """CPU time of all children that have ended, their own children included."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import time
 from collections.abc import Callable
 
@@ -33,6 +34,12 @@ def scheduler(leader: int, tp_rank: int) -> psutil.Process:
 def cpu_seconds(processes: list[psutil.Process]) -> float:
     """CPU time that `processes` have used so far, user and system."""
     return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def children_seconds() -> float:
+    """CPU time of all children of this process that have ended, their own children included."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def busy_seconds() -> float:

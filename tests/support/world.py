@@ -15,9 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import psutil
 
-from sglang_afd.addresses import port_problem
-from sglang_afd.running import ports_of
-from sglang_afd.upstream.ports import LOOPBACK
+from sglang_afd.running import free_port
 from tests.support.client import Client
 from tests.support.processes import (
     busy_seconds,
@@ -30,9 +28,6 @@ from tests.support.processes import (
 ZYGOTE_START = 120.0  # seconds; imports take 12 to 25 on a quiet machine
 WORLD_START = 90.0  # seconds; a world is up in 8 to 15 on a quiet machine
 STOP = 40.0  # seconds; SGLang polls for SIGTERM every 5 s, then drains and ends its ranks
-# SGLang derives ports from --port, up to 239 above it (`ports_of`).
-_PORT_SPAN = 260
-_FIRST_PORT, _LAST_PORT = 20000, 32000  # below the range that the kernel hands out
 
 
 class Launcher(Protocol):
@@ -245,18 +240,3 @@ class Worlds:
     def forget_ended(self) -> None:
         """Keep only the shared world in `recent`."""
         self.recent = [self.current] if self.current is not None else []
-
-
-def free_port() -> int:
-    """A port for ``--port`` whose derived ports are free too, and were not handed out before."""
-    global _next_port
-    while True:
-        port = _next_port
-        _next_port += _PORT_SPAN
-        if _next_port > _LAST_PORT:
-            _next_port = _FIRST_PORT
-        if not any(port_problem(LOOPBACK, other) for other in ports_of(port)):
-            return port
-
-
-_next_port = _FIRST_PORT + os.getpid() % 40 * _PORT_SPAN

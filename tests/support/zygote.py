@@ -38,6 +38,12 @@ def _import_everything() -> None:
     import sglang.srt.managers.scheduler  # noqa: F401
     from sglang.srt.models.registry import ModelRegistry
 
+    import sglang_afd.launch_server
+    import sglang_afd.platform.hooks  # noqa: F401
+    from sglang_afd.config import AfdConfig
+    from sglang_afd.upstream import all_hooks
+
+    all_hooks(AfdConfig(attention_ranks=1, ffn_ranks=1))  # imports their modules
     ModelRegistry.get_supported_archs()  # imports every model class, as each rank would
 
 

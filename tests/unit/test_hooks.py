@@ -103,6 +103,30 @@ def test_importers_of_a_hooked_function_are_hooked_too(
     assert importer.mine(5) == 11  # type: ignore[attr-defined]
 
 
+def test_two_names_of_one_function_are_refused(upstream: Any) -> None:
+    """Each would have one of the hooks, and importers either."""
+    upstream.same = upstream.double
+    with pytest.raises(HookError, match="two targets name the same function"):
+        install([hook("double", plus_one), hook("same", plus_one)])
+
+
+def test_modules_are_gone_through_once(upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each hook, which took most of a start."""
+
+    class Counted(ModuleType):
+        looks = 0
+
+        @property
+        def __dict__(self) -> dict[str, Any]:
+            Counted.looks += 1
+            return {}
+
+    monkeypatch.setitem(sys.modules, "fakelang.counted", Counted("fakelang.counted"))
+    names = ["double", "Base.inherited", "Base.made", "Base.plain"]
+    install([hook(name, plus_one) for name in names])
+    assert Counted.looks == 1
+
+
 @pytest.mark.parametrize(
     "target",
     [

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import zmq
 
 from sglang_afd.platform import hooks, settings
 from sglang_afd.platform.defaults import (
@@ -22,7 +20,6 @@ from sglang_afd.platform.defaults import (
     parse_cores,
     thread_binding,
 )
-from sglang_afd.upstream.idle import LONGEST_WAIT_MS, WAKE, IdlePacer, without_wakes
 
 pytestmark = pytest.mark.unit
 
@@ -285,70 +282,6 @@ def test_platform_is_one_that_sglang_accepts() -> None:
     assert platform.get_default_attention_backend() == "torch_native"
     assert platform.get_dispatch_key_name() == "native"
     assert platform.get_torch_profiler_activity() is torch.profiler.ProfilerActivity.CPU
-
-
-# The idle pacer
-
-
-class World:
-    """A scheduler's sockets, steps and clock."""
-
-    def __init__(self) -> None:
-        context = zmq.Context.instance()
-        self.inbox = context.socket(zmq.PULL)
-        self.outbox = context.socket(zmq.PUSH)
-        port = self.inbox.bind_to_random_port("tcp://127.0.0.1")
-        self.outbox.connect(f"tcp://127.0.0.1:{port}")
-        self.steps, self.now = 0, 100.0
-        self.pacer = IdlePacer([self.inbox], lambda: self.steps, lambda: self.now)
-
-    def close(self) -> None:
-        self.inbox.close(0)
-        self.outbox.close(0)
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
-
-
-def test_the_wait_grows_and_is_bounded(world: World) -> None:
-    waits = []
-    for _ in range(200):
-        waits.append(world.pacer.wait_ms())
-        world.now += 0.01
-    assert waits[0] == 0 and waits == sorted(waits) and waits[-1] == LONGEST_WAIT_MS
-
-
-def test_a_step_ends_the_waiting(world: World) -> None:
-    world.now += 60
-    assert world.pacer.wait_ms() == LONGEST_WAIT_MS
-    world.steps += 1
-    assert world.pacer.wait_ms() == 0
-
-
-def test_a_message_wakes_and_keeps_awake(world: World) -> None:
-    world.now += 60
-    world.outbox.send(WAKE)
-    assert world.inbox.poll(5000), "the message is under way"
-    world.pacer.maybe_sleep()
-    assert world.pacer.wait_ms() == 0
-
-
-def test_without_a_message_it_waits(world: World) -> None:
-    world.now += 60
-    start = time.perf_counter()
-    world.pacer.maybe_sleep()
-    assert time.perf_counter() - start > LONGEST_WAIT_MS / 2000
-    assert world.pacer.wait_ms() == LONGEST_WAIT_MS
-
-
-def test_wakes_are_no_requests() -> None:
-    assert without_wakes([WAKE, "request", WAKE], None) == ["request"]
-    assert without_wakes(None, None) is None
-    assert without_wakes([], None) == []
 
 
 # Norm over heads

@@ -136,20 +136,24 @@ def test_progress_tells_package_and_count(
     tool.PROGRESS_SECONDS = 0.01
     progress = tool.Progress(tmp_path, 3)
 
-    def last_line() -> str:
+    def next_line() -> str:
         stop = threading.Event()
         reporter = threading.Thread(target=progress.report, args=(stop,))
         reporter.start()
-        time.sleep(0.1)
+        lines: list[str] = []
+        while not lines and reporter.is_alive():
+            time.sleep(0.01)
+            lines = capsys.readouterr().out.splitlines()
         stop.set()
         reporter.join()
-        return capsys.readouterr().out.splitlines()[-1]
+        capsys.readouterr()  # what it has said since
+        return lines[0]
 
     progress.read("Collecting alpha==1.0 (from -r cpu.txt (line 1))\n")
     progress.read("Processing /wheels/beta-2.0-py3-none-any.whl (from -r cpu.txt (line 2))\n")
-    assert last_line().endswith("fetching package 2/3: beta")
+    assert next_line().endswith("fetching package 2/3: beta")
     progress.read("Installing collected packages: gamma, beta, alpha\n")
     (tmp_path / "gamma-1.dist-info").mkdir()
     (tmp_path / "gamma-1.dist-info" / "INSTALLER").touch()
     (tmp_path / "beta-2.dist-info").mkdir()  # still being installed
-    assert last_line().endswith("installing package 2/3: beta")
+    assert next_line().endswith("installing package 2/3: beta")
