@@ -246,14 +246,13 @@ def load(file: Path) -> Record:
 
 def without_paths(value: Any, *, work: Path | None = None) -> Any:
     """`value` with this machine's folders named, in every string of it."""
-    places = {
-        str(work): "WORK", str(ROOT): "CHECKOUT", sys.prefix: "PYTHON", sys.base_prefix: "PYTHON",
-        str(Path(sys.prefix).resolve()): "PYTHON", tempfile.gettempdir(): "TMP",
-        str(Path.home()): "HOME", os.getcwd(): "HERE",
-    }  # fmt: skip
-    for folder in sys.path:
-        if folder.endswith("site-packages"):
-            places.setdefault(folder, "PACKAGES")
+    places = {} if work is None else {str(work): "WORK"}
+    for name, folder in (
+        *(("CHECKOUT", str(ROOT)), ("PYTHON", sys.prefix), ("PYTHON", sys.base_prefix)),
+        *(("PACKAGES", place) for place in sys.path if place.endswith("site-packages")),
+        *(("TMP", tempfile.gettempdir()), ("HERE", os.getcwd()), ("HOME", str(Path.home()))),
+    ):
+        places.setdefault(folder, name)
     ordered = sorted((place for place in places if len(place) > 3), key=len, reverse=True)
 
     def clean(part: Any) -> Any:

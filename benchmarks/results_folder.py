@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from benchmarks import record
 from benchmarks.configuration import Configuration, Script
 from benchmarks.payloads import script_of
@@ -56,9 +54,18 @@ def state_of(name: str, configuration: Configuration, found: Found) -> str:
         latest = max(own, key=lambda entry: entry.created)
         counts = "counts" if latest.verdict.counts else "does not count"
         return f"run {latest.created[:10]}, {counts}"
-    wanted = msgspec.structs.asdict(configuration) if isinstance(configuration, Script) else {}
-    for entry in found.bare:
-        one_gpu = "--one-gpu" in wanted.get("args", [])
-        if entry.script == wanted.get("script") and one_gpu == entry.content.get("one_gpu", False):
-            return "run by the script alone"
+    if any(_wrote(configuration, entry) for entry in found.bare):
+        return "run by the script alone"
     return "not run"
+
+
+def regime_of(bare: Bare, configurations: Iterable[Configuration]) -> str:
+    """The regime of a script's file: that of the configuration which runs the script so."""
+    return next((entry.regime for entry in configurations if _wrote(entry, bare)), "")
+
+
+def _wrote(configuration: Configuration, bare: Bare) -> bool:
+    """Whether `bare` is what running `configuration` would have written."""
+    if not isinstance(configuration, Script) or configuration.script != bare.script:
+        return False
+    return ("--one-gpu" in configuration.args) == bare.content.get("one_gpu", False)

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.configuration import load_all
 from benchmarks.payloads import markdown, round_trips, table_of
 from benchmarks.record import RESULTS, ROOT, Record
-from benchmarks.results_folder import Found, look
+from benchmarks.results_folder import Found, look, regime_of
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 PLOT = "performance.png"
@@ -36,10 +37,13 @@ def document(found: Found, folder: Path) -> str:
         )
     for file, record in found.records:
         parts.append(_section(file, record, folder))
+    configurations = load_all().values()
     for bare in found.bare:
         parts.append(
             "\n".join([
                 f"## {bare.file.parent.name}: {bare.file.stem}",
+                "",
+                regime_of(bare, configurations),
                 "",
                 f"Written by `benchmarks.{bare.script}` before there were records; what it shows "
                 f"and does not: {_readme(bare.file, folder)}. [Raw]({_link(bare.file, folder)}).",
