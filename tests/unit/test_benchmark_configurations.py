@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from benchmarks.configuration import (
     load_all,
 )
 from benchmarks.models import SHAPES, Model, NoModel, prepare
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, ROOT
 from benchmarks.results_folder import look
 from sglang_afd.config import TRANSPORTS
 
@@ -218,3 +220,23 @@ def test_the_baseline_cannot_be_left_out(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         command.main(["run", "cpu-embedded", "--systems", "2A1F"])
     assert "stock" in capsys.readouterr().err
+
+
+def test_every_option_is_explained() -> None:
+    [commands] = (a for a in command.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert set(commands.choices) == {"list", "run", "compare", "table", "prompts", "pair"}
+    for name, own in commands.choices.items():
+        assert own.description, name
+        assert all(action.help for action in own._actions), name
+
+
+def test_the_documents_example_is_a_configuration(tmp_path: Path) -> None:
+    document = (ROOT / "docs" / "benchmarks.md").read_text()
+    [example] = re.findall(r"```yaml\n(.*?)```", document, re.DOTALL)
+    file = tmp_path / "example.yaml"
+    file.write_text(example)
+    assert set(load(file)["example"].compared()) == {"megamoe", "1A1F"}
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", document))
+    [commands] = (a for a in command.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    known = {o for c in commands.choices.values() for a in c._actions for o in a.option_strings}
+    assert flags - known == {"--decode-log-interval"}

@@ -146,3 +146,11 @@ def test_a_lane_that_misses_a_pass_breaks_the_step() -> None:
     assert found.problems == []
     kept = [step.iteration for step in found.steps if step.kept]
     assert 112 not in kept and 113 not in kept and 114 not in kept
+
+
+def test_a_prefill_between_two_lanes_passes_is_in_no_step() -> None:
+    two = ASKED._replace(lanes=2)
+    found = judged(lines(60, asked=two, change=at(113, gone=True)), two)
+    assert 112 not in [step.iteration for step in found.steps]
+    behind = next(step for step in found.steps if step.iteration == 114)
+    assert behind.problem == "another pass came before it" and not behind.kept
