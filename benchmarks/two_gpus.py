@@ -38,6 +38,7 @@ import msgspec
 import torch
 
 from benchmarks.fp8 import quantise_checkpoint
+from benchmarks.models import write_tokenizer
 from benchmarks.progress import say, starting
 from sglang_afd import embedded
 from sglang_afd.running import Server, free_port, serve, start
@@ -298,7 +299,7 @@ def load(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
     model.mkdir(exist_ok=True)
     published = Path(__file__).parent / "models" / "qwen3-30b-a3b" / "config.json"
     (model / "config.json").write_text(published.read_text())
-    _write_tokenizer(model, json.loads(published.read_text())["vocab_size"])
+    write_tokenizer(model, json.loads(published.read_text())["vocab_size"])
     args = [
         *("--model-path", str(model), "--load-format", "dummy", *COMMON),
         *("--afd-max-tokens-per-rank", "256", "--max-running-requests", "256"),
@@ -309,19 +310,6 @@ def load(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
         holdings = server.call("/server_info")["internal_states"][0]["afd"]
         bench = _bench(server, model, out)
     return {"start_seconds": server.start_seconds, "afd": holdings, "bench_serving": bench}
-
-
-def _write_tokenizer(model: Path, vocab: int) -> None:
-    """A tokenizer whose words are the token ids: bench_serving needs one of the model's size."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{i}": i for i in range(vocab)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="w0", eos_token="w1", pad_token="w2"
-    ).save_pretrained(model)
 
 
 def _bench(server: Server, model: Path, out: Path) -> dict[str, Any]:

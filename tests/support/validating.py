@@ -5,22 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from sglang_afd import running
-from sglang_afd.running import Server, ServerFailed
 from sglang_afd.validate import __main__ as command
 from sglang_afd.validate import references, report
 from sglang_afd.validate.settings import Settings
 from tests.support.faults import FAULT
-from tests.support.world import World, Worlds
+from tests.support.serving import serving
+from tests.support.world import Worlds
 
-START = 300.0  # seconds; a world is up in 15, the rest is for a machine that others load
 SHORT = ("--prompts", "short", "--new-tokens", "8", "--dtype", "float32")
 
 
@@ -36,26 +34,6 @@ def validator(
 ) -> Callable[..., Validated]:
     """``validate(*argv, fault=...)``: run it, the candidate having that fault."""
     fault: dict[str, str] = {}
-
-    @contextmanager
-    def serve(
-        name: str,
-        args: Sequence[str],
-        *,
-        logs: Path,
-        environment: dict[str, str] | None = None,
-        **_: Any,
-    ) -> Iterator[Server]:
-        planted = fault if name == "candidate" else {}
-        world: World = worlds.start(args, env={**(environment or {}), **planted})
-        try:
-            try:
-                world.wait_healthy(START)
-            except AssertionError as error:
-                raise ServerFailed(str(error)) from error
-            yield Server(name, world.port, 0.0, world.log_path)
-        finally:
-            world.kill()
 
     follow = references._follow
 
@@ -78,6 +56,7 @@ def validator(
         shutil.copytree(kept / "recorded", recorded, dirs_exist_ok=True)
         shutil.copy(kept / "answer.json", found)
 
+    serve = serving(worlds, lambda name: fault if name == "candidate" else {})
     monkeypatch.setattr(running, "serve", serve)
     monkeypatch.setattr(references, "_follow", follow_once)
 

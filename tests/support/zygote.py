@@ -62,8 +62,13 @@ def _serve(request: dict) -> None:
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None
     import faults  # beside this file, which runs as a program
+    from sglang.srt.environ import envs
+    from sglang.srt.managers.scheduler_components import metrics_reporter
 
     from sglang_afd import launch_server
+
+    # Read when SGLang was imported, which was before this server's environment was known.
+    metrics_reporter.LOG_FORWARD_ITERS = envs.SGLANG_LOG_FORWARD_ITERS.get()
 
     code = 1
     try:
