@@ -72,10 +72,12 @@ def test_steps_of_a_deployment(run: Callable[..., record.Record]) -> None:
     assert len(steps) == 15
     first = steps[0]["iteration"]
     assert [step["iteration"] for step in steps] == list(range(first, first + 15))
+    # A rank whose requests came first has decoded while the other prefilled: it holds more tokens.
+    held = steps[0]["tokens"]
+    assert min(held) >= 2 * (32 + 1 + 2)
     for index, step in enumerate(steps):
         assert step["requests"] == [2, 2] and not step["problem"] and not step["graph"]
-        assert step["tokens"] == [steps[0]["tokens"][0] + 2 * index] * 2
-    assert steps[0]["tokens"][0] >= 2 * (32 + 1 + 2)
+        assert step["tokens"] == [tokens + 2 * index for tokens in held]
     assert sum(step["kept"] for step in steps) >= 12
     assert 0 < sum(step["ms"] for step in steps) < elapsed
     assert all("spread" in reason for reason in made.verdict.reasons)

@@ -154,3 +154,22 @@ def test_a_prefill_between_two_lanes_passes_is_in_no_step() -> None:
     assert 112 not in [step.iteration for step in found.steps]
     behind = next(step for step in found.steps if step.iteration == 114)
     assert behind.problem == "another pass came before it" and not behind.kept
+
+
+@pytest.mark.parametrize("late", [1, 2, 7])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_rank_that_decodes_while_another_prefills(late: int, lanes: int) -> None:
+    """Its steps alone are not counted; then it is ahead by their tokens, which is no fault."""
+    asked = ASKED._replace(lanes=lanes)
+
+    def staggered(line: DecodeLine) -> DecodeLine | None:
+        if line.rank == 0:
+            return line._replace(tokens=line.tokens + 4 * late)
+        return None if line.iteration < 100 + late else line
+
+    found = judged(lines(60, asked=asked, change=staggered), asked)
+    assert found.problems == []
+    assert all(step.requests == [4, 4] and step.kept for step in found.steps)
+    assert found.steps[0].iteration == 100 + late + 5 * lanes
+    ahead = {step.tokens[0] - step.tokens[1] for step in found.steps}
+    assert ahead == {4 * late}
