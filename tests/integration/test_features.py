@@ -280,7 +280,7 @@ def test_session(world: World, expect: Expect) -> None:
 def test_priority_scheduling(world: World) -> None:
     """With all places taken, an urgent request that came last is served before an earlier one."""
 
-    def ask(prompt: Prompt, priority: int) -> Generator[dict[str, Any]]:
+    def ask(prompt: Prompt, priority: int) -> Generator[dict[str, Any], None, None]:
         return world.stream(prompt, 1500, routed_dp_rank=0, priority=priority)
 
     def at_work() -> tuple[int, int]:
@@ -291,9 +291,8 @@ def test_priority_scheduling(world: World) -> None:
     fillers = [ask(prompt, 5) for prompt in prompts([4] * RUNNING, seed=33)]
     for filler in fillers:
         next(filler)
-    low, high = (
-        ask(prompt, priority) for prompt, priority in zip(prompts([5, 6], seed=34), (0, 9))
-    )
+    early, late = prompts([5, 6], seed=34)
+    low, high = ask(early, 0), ask(late, 9)
     with ThreadPoolExecutor(2) as pool:
         later = pool.submit(next, low)
         assert wait_until(lambda: at_work() == (RUNNING, 1), 30), at_work()
