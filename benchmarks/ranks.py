@@ -20,7 +20,7 @@ def run_pair(module: str, *arguments: str, seconds: float) -> Any:
     """Run ``python -m module ARGUMENTS --rank R --meet FILE --out FILE`` as ranks 0 and 1.
 
     Returns:
-        what rank 0 wrote as JSON, or ``{"failed": why}``.
+        what rank 0 wrote as JSON, or ``{"failed": why}``, with the last line of each rank's errors.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -28,16 +28,28 @@ def run_pair(module: str, *arguments: str, seconds: float) -> Any:
             *(sys.executable, "-m", module, "--out", str(out), *arguments),
             *("--meet", f"{folder}/meet", "--rank"),
         ]
-        running = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+        errors = [Path(folder) / f"errors{rank}" for rank in range(2)]
+        running = []
+        for rank, file in enumerate(errors):
+            with file.open("w") as stream:
+                running.append(subprocess.Popen([*command, str(rank)], stderr=stream))
         deadline = time.monotonic() + seconds
+        failed = ""
         try:
             codes = [process.wait(max(1, deadline - time.monotonic())) for process in running]
+            failed = f"exit codes {codes}" if any(codes) else ""
         except subprocess.TimeoutExpired:
-            return {"failed": f"not done within {seconds} s"}
+            failed = f"not done within {seconds} s"
         finally:
             for process in running:
                 process.kill()
-        return {"failed": f"exit codes {codes}"} if any(codes) else json.loads(out.read_text())
+                process.wait()
+        texts = [file.read_text(errors="replace") for file in errors]
+        sys.stderr.write("".join(texts))
+        if not failed:
+            return json.loads(out.read_text())
+        said = [(text.strip().splitlines() or ["nothing"])[-1] for text in texts]
+        return {"failed": f"{failed}; rank 0: {said[0]}; rank 1: {said[1]}"}
 
 
 def as_rank(rank: int, meet: str, measure: Callable[[], Any], out: Path) -> None:

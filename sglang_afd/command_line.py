@@ -88,6 +88,28 @@ def int_value(args: Sequence[str], *spellings: str, default: int) -> int:
         raise ConfigError(f"{spellings[0]} is {text!r}; it must be an integer") from None
 
 
+def int_list(args: Sequence[str], spelling: str) -> list[int]:
+    """The integers that follow the flag's last mention; none if it is not given.
+
+    Raises:
+        ConfigError: one of them is no integer.
+    """
+    found: list[str] = []
+    reading = False
+    for arg in args:
+        if arg.startswith("--"):
+            name, equals, value = arg.partition("=")
+            reading = means(name, spelling)
+            if reading:
+                found = [value] if equals else []
+        elif reading:
+            found.append(arg)
+    try:
+        return [int(text) for text in found]
+    except ValueError:
+        raise ConfigError(f"{spelling} is {' '.join(found)!r}; it must be integers") from None
+
+
 def expand_config_file(args: Sequence[str]) -> list[str]:
     """Replace ``--config FILE`` by the options in that YAML file, as SGLang does.
 

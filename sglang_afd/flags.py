@@ -229,7 +229,8 @@ def _sglang_flags(config: AfdConfig, args: Sequence[str], on_cpu: bool) -> list[
     if config.transport not in GRAPH_TRANSPORTS or on_cpu:
         flags += ["--cuda-graph-backend-decode", "disabled"]
     elif not values(args, *GRAPH_SIZES):
-        flags += [GRAPH_SIZES[0], str(config.max_tokens_per_rank)]
+        # a batch's rows are spread over the ranks of attention TP, each of which sends its own
+        flags += [GRAPH_SIZES[0], str(config.max_tokens_per_rank * config.attention_tp)]
     if config.command_role is Role.FFN and not values(args, "--port"):
         flags += ["--port", str(FFN_PORT)]
     if not on_cpu and not values(args, "--moe-runner-backend"):

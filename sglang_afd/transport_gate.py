@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from sglang_afd.addresses import is_local
-from sglang_afd.command_line import int_value, last_value, values
+from sglang_afd.command_line import int_list, int_value, last_value, values
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import MoeFacts
 from sglang_afd.flags import EXPERT_RUNNERS, GRAPH_SIZES
@@ -112,14 +112,7 @@ def _nvlink(facts: Facts) -> Iterator[Refusal]:
             )
             break
     yield from _runner(facts, "a row for each token", mend)
-    cap = facts.config.max_tokens_per_rank
-    largest = int_value(facts.args, GRAPH_SIZES[0], default=cap)
-    if largest > cap:
-        yield Refusal(
-            f"{GRAPH_SIZES[0]} {largest} is over --afd-max-tokens-per-rank {cap}, the rows of one "
-            f"exchange, which a graph must fit",
-            "lower the former or raise the latter",
-        )
+    yield from _graph_sizes(facts)
     if facts.moe is not None:
         if facts.moe.hidden_size % NVLINK_ROW_ALIGNMENT:
             yield Refusal(
@@ -203,6 +196,21 @@ def _deepep_model(facts: Facts, moe: MoeFacts) -> Iterator[Refusal]:
         )
     else:
         yield from _memory(facts, moe)
+
+
+def _graph_sizes(facts: Facts) -> Iterator[Refusal]:
+    """A graph must fit one exchange; SGLang takes the list of sizes before the largest one."""
+    config = facts.config
+    listed = int_list(facts.args, GRAPH_SIZES[1])
+    flag = GRAPH_SIZES[1] if listed else GRAPH_SIZES[0]
+    largest = max(listed) if listed else int_value(facts.args, flag, default=0)
+    rows = -(-largest // config.attention_tp)
+    if rows > config.max_tokens_per_rank:
+        yield Refusal(
+            f"{flag} {largest} makes a graph of {rows} rows a rank, over the "
+            f"{config.max_tokens_per_rank} of one exchange (--afd-max-tokens-per-rank)",
+            "lower the former or raise the latter",
+        )
 
 
 def _no_graphs(facts: Facts) -> Iterator[Refusal]:

@@ -2,7 +2,8 @@
 
 F takes a flag of every A rank in every decode round, so a rank that is idle or runs a prefill must
 send them too, layer by layer.  One CUDA graph of all layers does so, on a stream of its own, at the
-pace of the ranks that decode: a prefill on this rank does not slow the decode of the others.
+pace of the ranks that decode: their step does not wait for this rank's prefill in it.  Their next
+one does, for the rounds begin after what the forward stream did before (docs/kernels.md).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ DeepEP knows one symmetric expert-parallel group, so the exchange is laid over a
 every rank of the world has ceil(E / F) of them, those of the A ranks stay empty, and expert e lies
 in slot ``A * ceil(E / F) + e`` (A and F world ranks here).  Every rank calls dispatch and combine
 in every round, also without rows; negative ids are skipped.  Combine applies the router's weights
-on the A side.  Limits: see `sglang_afd.gate`.
+on the A side.  Limits: see `sglang_afd.transport_gate`.
 """
 
 from __future__ import annotations

@@ -143,8 +143,9 @@ class NvlinkTransport:
         self._ffn[handle.path].reply(output.contiguous(), handle.spans)
 
     def samples(self) -> list[RowBatch]:
-        """A decode round and a bulk block, without rows of an expert but for the first one."""
-        return [end.sample() for end in self._ffn.values()]
+        """A decode round, which has places for all A ranks, and a full bulk block."""
+        sources = {Path.DECODE: len(self._topology.attention_world), Path.BULK: 1}
+        return [end.sample(sources[path]) for path, end in self._ffn.items()]
 
     def failure(self, error: Exception) -> str | None:
         """See `Transport.failure`."""

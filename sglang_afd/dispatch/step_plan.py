@@ -91,7 +91,7 @@ class StepPlan:
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
-        """The exchanges of every MoE layer, in order: decoding ranks do not wait for prefills."""
+        """The exchanges of every MoE layer, in order: decode first, not to wait for prefills."""
         decode, bulk = (
             [self.rows_of(path, rank) for rank in range(len(self.rows))]
             for path in (Path.DECODE, Path.BULK)

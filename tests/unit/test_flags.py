@@ -66,6 +66,7 @@ def test_decode_graphs_are_on_where_the_transport_has_them_unless_told() -> None
 
     assert graphs() == [None, "128"]
     assert graphs("--afd-max-tokens-per-rank", "48") == [None, "48"]
+    assert graphs("--afd-attention-tp", "2") == [None, "256"]  # 128 rows for each of its ranks
     assert graphs("--cuda-graph-max-bs-decode", "16") == [None, "16"]
     assert graphs("--cuda-graph-bs-decode", "1", "2") == [None, None]
     assert graphs("--cuda-graph-backend-decode", "disabled") == ["disabled", "128"]

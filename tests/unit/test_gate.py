@@ -339,11 +339,19 @@ def test_graphs_are_refused_where_the_transport_has_none(
 
 def test_a_graph_must_fit_one_exchange(tmp_path: Path) -> None:
     model = write_model(tmp_path)
-    for size, bad in (("64", False), ("65", True)):
-        flags = ("--afd-max-tokens-per-rank", "64", "--cuda-graph-max-bs-decode", size)
+    for sizes, tp, bad in (
+        (("--cuda-graph-max-bs-decode", "64"), "1", ""),
+        (("--cuda-graph-max-bs-decode", "65"), "1", "max-bs-decode 65 makes a graph of 65 rows"),
+        (("--cuda-graph-bs-decode", "64", "8"), "1", ""),
+        (("--cuda-graph-bs-decode", "8", "65", "1"), "1", "-bs-decode 65 makes a graph of 65 rows"),
+        (("--cuda-graph-bs-decode=65",), "1", "-bs-decode 65 makes a graph of 65 rows"),
+        (("--cuda-graph-max-bs-decode", "128"), "2", ""),  # 64 rows for each rank of attention TP
+        (("--cuda-graph-max-bs-decode", "129"), "2", "max-bs-decode 129 makes a graph of 65 rows"),
+    ):
+        flags = ("--afd-max-tokens-per-rank", "64", "--afd-attention-tp", tp, *sizes)
         texts = refused(make_facts(model, *NVLINK, *flags, machine=GPUS), "transport")
-        assert bool(texts) is bad
-        assert not bad or "65 is over --afd-max-tokens-per-rank 64" in texts[0]
+        assert bool(texts) is bool(bad), (sizes, texts)
+        assert not bad or (bad in texts[0] and "over the 64 of one exchange" in texts[0])
 
 
 def test_transport_gate_refuses_nvlink_on_a_cpu_and_across_hosts(tmp_path: Path) -> None:
