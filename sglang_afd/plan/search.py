@@ -11,7 +11,7 @@ from sglang_afd.plan.ledger import TRANSPORTS
 from sglang_afd.plan.profile import GpuProfile
 from sglang_afd.plan.routing import Routing
 from sglang_afd.plan.shape import ModelShape
-from sglang_afd.plan.step import Step, afd, cad, colocated
+from sglang_afd.plan.step import Split, Step, afd, cad, colocated
 from sglang_afd.plan.workload import Workload
 
 BATCHES = 12
@@ -140,21 +140,12 @@ def step_of(question: Question, layout: Layout, batch: float) -> Step:
     given = (question.shape, question.gpu, question.routing, question.load)
     if layout.kind == "colocated":
         return colocated(*given, ranks=layout.attention_ranks, batch=batch)
-    if layout.kind == "cad":
-        return cad(
-            *given,
-            attention_ranks=layout.attention_ranks,
-            ffn_ranks=layout.ffn_ranks,
-            lanes=layout.lanes,
-            batch=batch,
-            graphs=question.graphs,
-        )
-    return afd(
-        *given,
-        attention_ranks=layout.attention_ranks,
-        ffn_ranks=layout.ffn_ranks,
-        lanes=layout.lanes,
-        batch=batch,
-        transport=question.transport,
-        graphs=question.graphs,
+    split = Split(
+        layout.attention_ranks,
+        layout.ffn_ranks,
+        layout.lanes,
+        batch,
+        question.transport,
+        question.graphs,
     )
+    return cad(*given, split) if layout.kind == "cad" else afd(*given, split)

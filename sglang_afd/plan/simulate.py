@@ -17,7 +17,7 @@ from sglang_afd.plan.errors import real, whole
 from sglang_afd.plan.profile import GpuProfile
 from sglang_afd.plan.routing import Routing
 from sglang_afd.plan.shape import ModelShape
-from sglang_afd.plan.step import Stages, afd_stages
+from sglang_afd.plan.step import Split, Stages, afd_stages
 from sglang_afd.plan.workload import Workload
 
 
@@ -138,39 +138,22 @@ def simulate_afd(
     gpu: GpuProfile,
     routing: Routing,
     load: Workload,
+    split: Split,
     *,
-    attention_ranks: int,
-    ffn_ranks: int,
-    lanes: int,
-    batch: float,
-    transport: str = "nvlink",
-    graphs: bool = True,
     steps: int = 4,
     noise: Noise = Noise(),
 ) -> Simulated:
     """Simulate an AFD deployment; with `noise.draws`, every layer's rows are drawn anew."""
-    stages = afd_stages(
-        shape,
-        gpu,
-        routing,
-        load,
-        attention_ranks=attention_ranks,
-        ffn_ranks=ffn_ranks,
-        lanes=lanes,
-        batch=batch,
-        transport=transport,
-        graphs=graphs,
-    )
     shares = None
     if noise.draws:
-        tokens = batch / lanes * load.width * attention_ranks
-        shape_of_draws = (steps + 1, len(shape.layers), lanes)
-        shares = drawn_factors(shape, gpu, routing, tokens, ffn_ranks, shape_of_draws, noise.seed)
+        rows = split.rows(load) * split.attention_ranks
+        draws = (steps + 1, len(shape.layers), split.lanes)
+        shares = drawn_factors(shape, gpu, routing, rows, split.ffn_ranks, draws, noise.seed)
     return simulate(
-        stages,
-        attention_ranks=attention_ranks,
-        ffn_ranks=ffn_ranks,
-        lanes=lanes,
+        afd_stages(shape, gpu, routing, load, split),
+        attention_ranks=split.attention_ranks,
+        ffn_ranks=split.ffn_ranks,
+        lanes=split.lanes,
         steps=steps,
         noise=noise,
         shares=shares,

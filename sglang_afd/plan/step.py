@@ -22,6 +22,37 @@ MAX_LANES = 8
 
 
 @dataclass(frozen=True)
+class Split:
+    """A split deployment's GPUs, and how it serves a step.
+
+    Raises:
+        PlanError: a number is out of range.
+    """
+
+    attention_ranks: int
+    """A: GPUs with requests."""
+    ffn_ranks: int
+    """F: GPUs without (CAD: the model ranks)."""
+    lanes: int
+    batch: float
+    """Requests of each attention rank."""
+    transport: str = "nvlink"
+    """AFD: how rows travel."""
+    graphs: bool = True
+    """It decodes in CUDA graphs."""
+
+    def __post_init__(self) -> None:
+        whole("attention ranks", self.attention_ranks, most=4096)
+        whole("FFN ranks", self.ffn_ranks, most=4096)
+        real("--batch", self.batch, above=0.0, most=1e7)
+        whole("--lanes", self.lanes, most=MAX_LANES)
+
+    def rows(self, load: Workload) -> float:
+        """Rows of a lane's decode step on one attention rank."""
+        return self.batch / self.lanes * load.width
+
+
+@dataclass(frozen=True)
 class Stages:
     """Seconds of one lane's stages in a step; arrays are [layers]."""
 
@@ -121,13 +152,6 @@ def ffn_hides(lanes: int, expert_bytes: float, bandwidth: float, ta: float) -> b
     return lanes * expert_bytes / real("bandwidth", bandwidth, above=0.0) <= ta
 
 
-def _tokens(batch: float, lanes: int, load: Workload) -> tuple[float, float]:
-    """Requests and rows of a lane on one rank."""
-    real("--batch", batch, above=0.0, most=1e7)
-    whole("--lanes", lanes, most=MAX_LANES)
-    return batch / lanes, batch / lanes * load.width
-
-
 def colocated(
     shape: ModelShape,
     gpu: GpuProfile,
@@ -140,8 +164,9 @@ def colocated(
 ) -> Step:
     """Attention data-parallel and experts expert-parallel over the same `ranks` GPUs, serial."""
     whole("ranks", ranks, most=4096)
-    requests, tokens = _tokens(batch, 1, load)
-    core = kernels.core_seconds(shape, gpu, requests, load.width, load.held, load.kv_itemsize)
+    real("--batch", batch, above=0.0, most=1e7)
+    tokens = batch * load.width
+    core = kernels.core_seconds(shape, gpu, batch, load.width, load.held, load.kv_itemsize)
     dense = kernels.dense_seconds(shape, gpu, tokens, graphs)
     ta = float((core + dense).sum()) + kernels.head_seconds(shape, gpu, tokens)
     experts = kernels.expert_seconds(shape, gpu, routing, tokens * ranks, ranks).max()
@@ -165,39 +190,27 @@ def collective_seconds(
 
 
 def afd_stages(
-    shape: ModelShape,
-    gpu: GpuProfile,
-    routing: Routing,
-    load: Workload,
-    *,
-    attention_ranks: int,
-    ffn_ranks: int,
-    lanes: int,
-    batch: float,
-    transport: str = "nvlink",
-    graphs: bool = True,
+    shape: ModelShape, gpu: GpuProfile, routing: Routing, load: Workload, split: Split
 ) -> Stages:
     """One lane's stages under AFD, FFN stages with expected routing."""
-    whole("attention ranks", attention_ranks, most=4096)
-    whole("FFN ranks", ffn_ranks, most=4096)
-    requests, tokens = _tokens(batch, lanes, load)
+    requests, tokens = split.batch / split.lanes, split.rows(load)
     core = kernels.core_seconds(shape, gpu, requests, load.width, load.held, load.kv_itemsize)
-    dense = kernels.dense_seconds(shape, gpu, tokens, graphs)
-    everyone = tokens * attention_ranks
-    cost = ledger.travel(shape, transport, routing, ffn_ranks)
+    dense = kernels.dense_seconds(shape, gpu, tokens, split.graphs)
+    ffn_ranks, everyone = split.ffn_ranks, tokens * split.attention_ranks
+    cost = ledger.travel(shape, split.transport, routing, ffn_ranks)
     # the busiest FFN rank's share of all bytes
-    share = routing.share(ffn_ranks) if transport == "deepep" else routing.copies(ffn_ranks)
+    share = routing.share(ffn_ranks) if split.transport == "deepep" else routing.copies(ffn_ranks)
     most = float(share.max() / share.sum())
     rate = gpu.link * gpu.link_efficiency
     gather, scatter = everyone * cost.out * most / rate, everyone * cost.back * most / rate
     experts = float(kernels.expert_seconds(shape, gpu, routing, everyone, ffn_ranks).max())
     latency = gpu.signal_seconds
-    if transport == "deepep":  # every rank waits for every other, both ways
-        peers = (attention_ranks + ffn_ranks) * gpu.collective_peer_seconds
+    if split.transport == "deepep":  # every rank waits for every other, both ways
+        peers = (split.attention_ranks + ffn_ranks) * gpu.collective_peer_seconds
         latency = (gpu.collective_seconds + peers) / 2
     out = latency + tokens * cost.out / rate
     back = latency + max(0.0, tokens * cost.back / rate - scatter)
-    if transport == ledger.FUSED:
+    if split.transport == ledger.FUSED:
         # one kernel takes rows as they come and returns tiles as they are done
         ffn = max(experts, gather, scatter)
     else:
@@ -215,16 +228,7 @@ def afd_stages(
 
 
 def cad_stages(
-    shape: ModelShape,
-    gpu: GpuProfile,
-    routing: Routing,
-    load: Workload,
-    *,
-    attention_ranks: int,
-    ffn_ranks: int,
-    lanes: int,
-    batch: float,
-    graphs: bool = True,
+    shape: ModelShape, gpu: GpuProfile, routing: Routing, load: Workload, split: Split
 ) -> Stages:
     """One lane's stages with core attention alone on the attention ranks.
 
@@ -233,13 +237,13 @@ def cad_stages(
     """
     if (shape.each("state_bytes") > 0).any():
         raise PlanError("--mode", "cad does not fit linear attention: its state is no KV cache")
-    requests, tokens = _tokens(batch, lanes, load)
+    requests, tokens = split.batch / split.lanes, split.rows(load)
     core = kernels.core_seconds(shape, gpu, requests, load.width, load.held, load.kv_itemsize)
-    each = tokens * attention_ranks / ffn_ranks
-    dense = kernels.dense_seconds(shape, gpu, each, graphs)
-    experts = float(
-        kernels.expert_seconds(shape, gpu, routing, tokens * attention_ranks, ffn_ranks).max()
-    ) + collective_seconds(shape, gpu, routing, each, ffn_ranks)
+    ffn_ranks, everyone = split.ffn_ranks, tokens * split.attention_ranks
+    each = everyone / ffn_ranks
+    dense = kernels.dense_seconds(shape, gpu, each, split.graphs)
+    experts = float(kernels.expert_seconds(shape, gpu, routing, everyone, ffn_ranks).max())
+    experts += collective_seconds(shape, gpu, routing, each, ffn_ranks)
     rate = gpu.link * gpu.link_efficiency
     busiest = max(tokens, each)
     out = gpu.signal_seconds + busiest * shape.each("core_in") * shape.itemsize / rate
@@ -255,25 +259,17 @@ def cad_stages(
     )
 
 
-def combine(
-    stages: Stages,
-    *,
-    kind: str,
-    attention_ranks: int,
-    ffn_ranks: int,
-    lanes: int,
-    batch: float,
-    accepted: float = 1.0,
-) -> Step:
-    """The step of `lanes` equal lanes with these stages."""
+def combine(stages: Stages, kind: str, split: Split, accepted: float = 1.0) -> Step:
+    """The step of equal lanes with these stages."""
+    lanes = split.lanes
     ta, te = lanes * stages.ta, lanes * stages.te
     bounds = [stages.path] if lanes == 1 else [stages.path, ta, te, lanes * stages.link]
     return Step(
         kind,
-        attention_ranks,
-        ffn_ranks,
+        split.attention_ranks,
+        split.ffn_ranks,
         lanes,
-        batch,
+        split.batch,
         ta,
         te,
         stages.exchange,
@@ -282,73 +278,13 @@ def combine(
     )
 
 
-def afd(
-    shape: ModelShape,
-    gpu: GpuProfile,
-    routing: Routing,
-    load: Workload,
-    *,
-    attention_ranks: int,
-    ffn_ranks: int,
-    lanes: int,
-    batch: float,
-    transport: str = "nvlink",
-    graphs: bool = True,
-) -> Step:
-    """AFD with A attention and F FFN ranks, `batch` requests on each attention rank."""
-    stages = afd_stages(
-        shape,
-        gpu,
-        routing,
-        load,
-        attention_ranks=attention_ranks,
-        ffn_ranks=ffn_ranks,
-        lanes=lanes,
-        batch=batch,
-        transport=transport,
-        graphs=graphs,
-    )
-    return combine(
-        stages,
-        kind="afd",
-        attention_ranks=attention_ranks,
-        ffn_ranks=ffn_ranks,
-        lanes=lanes,
-        batch=batch,
-        accepted=load.accepted,
-    )
+def afd(shape: ModelShape, gpu: GpuProfile, routing: Routing, load: Workload, split: Split) -> Step:
+    """AFD: attention on A ranks, experts on F FFN ranks."""
+    stages = afd_stages(shape, gpu, routing, load, split)
+    return combine(stages, "afd", split, load.accepted)
 
 
-def cad(
-    shape: ModelShape,
-    gpu: GpuProfile,
-    routing: Routing,
-    load: Workload,
-    *,
-    attention_ranks: int,
-    ffn_ranks: int,
-    lanes: int,
-    batch: float,
-    graphs: bool = True,
-) -> Step:
+def cad(shape: ModelShape, gpu: GpuProfile, routing: Routing, load: Workload, split: Split) -> Step:
     """CAD: core attention and KV cache on A ranks, all weights on F model ranks."""
-    stages = cad_stages(
-        shape,
-        gpu,
-        routing,
-        load,
-        attention_ranks=attention_ranks,
-        ffn_ranks=ffn_ranks,
-        lanes=lanes,
-        batch=batch,
-        graphs=graphs,
-    )
-    return combine(
-        stages,
-        kind="cad",
-        attention_ranks=attention_ranks,
-        ffn_ranks=ffn_ranks,
-        lanes=lanes,
-        batch=batch,
-        accepted=load.accepted,
-    )
+    stages = cad_stages(shape, gpu, routing, load, split)
+    return combine(stages, "cad", split, load.accepted)

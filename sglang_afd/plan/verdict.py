@@ -9,7 +9,7 @@ from sglang_afd.plan.ledger import step_travel, travel
 from sglang_afd.plan.modes import missing
 from sglang_afd.plan.search import Answer, Candidate
 from sglang_afd.plan.simulate import Noise, Simulated, simulate_afd
-from sglang_afd.plan.step import ffn_hides
+from sglang_afd.plan.step import Split, ffn_hides
 
 TIE = 0.03
 """Throughputs closer than this are called equal."""
@@ -138,12 +138,14 @@ def simulated(answer: Answer, split: Candidate, *, draws: bool = True) -> Simula
         question.gpu,
         question.routing,
         question.load,
-        attention_ranks=split.layout.attention_ranks,
-        ffn_ranks=split.layout.ffn_ranks,
-        lanes=split.step.lanes,
-        batch=split.step.batch,
-        transport=question.transport,
-        graphs=question.graphs,
+        Split(
+            split.layout.attention_ranks,
+            split.layout.ffn_ranks,
+            split.step.lanes,
+            split.step.batch,
+            question.transport,
+            question.graphs,
+        ),
         noise=Noise(draws=draws, seed=question.routing.seed),
     )
 

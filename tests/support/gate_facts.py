@@ -12,6 +12,7 @@ from sglang_afd.checkpoint import read_checkpoint
 from sglang_afd.facts import Facts
 from sglang_afd.families import UnsupportedModel, family_of
 from sglang_afd.flags import parse
+from sglang_afd.gate import findings
 from sglang_afd.machine import Gpu, Machine
 from sglang_afd.model_fields import Fields, wrong_field
 from sglang_afd.running import free_port
@@ -99,3 +100,10 @@ def make_facts(
         on_cpu=machine is None,
         environment=environment,
     )
+
+
+def refused(facts: Facts, gate: str) -> list[str]:
+    """What `gate` refuses, each as ``message; mend``."""
+    found = [f for f in findings(facts) if f.gate == gate]
+    assert found
+    return [f"{f.message}; {f.mend}" for f in found if not f.passed]

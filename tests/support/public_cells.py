@@ -13,7 +13,7 @@ from sglang_afd.plan import ledger
 from sglang_afd.plan.profile import GpuProfile, read_profile
 from sglang_afd.plan.routing import Routing
 from sglang_afd.plan.shape import ModelShape, read_shape
-from sglang_afd.plan.step import Step, afd, colocated
+from sglang_afd.plan.step import Split, Step, afd, colocated
 from sglang_afd.plan.workload import Workload
 
 QWEN, MINIMAX = "qwen3-235b-a22b-fp8", "minimax-m2.5"
@@ -69,11 +69,7 @@ def predicted_afd(model: str, context: int, batch: int, nodes: int) -> Step:
         gb200(),
         Routing(shape.experts, shape.top_k),
         Workload(context),
-        attention_ranks=NODE * nodes,
-        ffn_ranks=NODE,
-        lanes=2,
-        batch=batch,
-        transport=ledger.FUSED,
+        Split(NODE * nodes, NODE, lanes=2, batch=batch, transport=ledger.FUSED),
     )
 
 

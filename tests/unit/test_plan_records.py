@@ -18,7 +18,7 @@ from sglang_afd.plan.profile import read_profile
 from sglang_afd.plan.routing import Routing
 from sglang_afd.plan.search import Question, search
 from sglang_afd.plan.shape import ModelShape, read_shape, shape_of
-from sglang_afd.plan.step import Step, afd, colocated, ffn_hides
+from sglang_afd.plan.step import Split, Step, afd, colocated, ffn_hides
 from sglang_afd.plan.workload import Workload
 from sglang_afd.topology import Topology
 
@@ -124,15 +124,8 @@ def _step(cell: dict[str, Any]) -> Step:
     load = Workload(cell["context"])
     if cell["kind"] == "colocated":
         return colocated(*given, load, ranks=cell["attention_ranks"], batch=cell["batch"])
-    return afd(
-        *given,
-        load,
-        attention_ranks=cell["attention_ranks"],
-        ffn_ranks=cell["ffn_ranks"],
-        lanes=cell["lanes"],
-        batch=cell["batch"],
-        transport=cell["transport"],
-    )
+    sizes = (cell[field] for field in ("attention_ranks", "ffn_ranks", "lanes", "batch"))
+    return afd(*given, load, Split(*sizes, transport=cell["transport"]))
 
 
 def _outside(cells: list[tuple[str, dict[str, Any]]]) -> set[str]:
@@ -196,16 +189,8 @@ def test_headline_predictions(attention: int, ffn: int, low: float, high: float)
     load = Workload(8200)
     base = colocated(QWEN, H200, ROUTING, load, ranks=4, batch=40)
     room = ledger.attention_memory(QWEN, H200, lanes=2).kv
-    step = afd(
-        QWEN,
-        H200,
-        ROUTING,
-        load,
-        attention_ranks=attention,
-        ffn_ranks=ffn,
-        lanes=2,
-        batch=room // load.request_bytes(QWEN),
-    )
+    split = Split(attention, ffn, lanes=2, batch=room // load.request_bytes(QWEN))
+    step = afd(QWEN, H200, ROUTING, load, split)
     assert low < step.per_gpu / base.per_gpu <= high
     own = QWEN.routed_weight_bytes / ffn
     assert ffn_hides(2, own, H200.bandwidth, step.ta) == (attention == 12)

@@ -18,7 +18,7 @@ from sglang_afd.plan.profile import read_profile
 from sglang_afd.plan.routing import Routing
 from sglang_afd.plan.search import Question, search
 from sglang_afd.plan.shape import SHIPPED, read_shape, shape_of, shipped
-from sglang_afd.plan.step import afd, colocated
+from sglang_afd.plan.step import Split, afd, colocated
 from sglang_afd.plan.verdict import verdict
 from sglang_afd.plan.workload import Workload
 
@@ -125,17 +125,8 @@ def _exchange(hidden: int, rows: int, transport: str) -> float:
     from sglang_afd.plan.step import afd_stages
 
     routing = Routing(shape.experts, shape.top_k)
-    stages = afd_stages(
-        shape,
-        gpu,
-        routing,
-        Workload(1),
-        attention_ranks=1,
-        ffn_ranks=1,
-        lanes=1,
-        batch=rows,
-        transport=transport,
-    )
+    split = Split(1, 1, lanes=1, batch=rows, transport=transport)
+    stages = afd_stages(shape, gpu, routing, Workload(1), split)
     whole = float((stages.out + stages.ffn + stages.back)[0])
     return 1e6 * (whole - expert_seconds(shape, gpu, routing, rows, 1).max())
 
@@ -162,7 +153,7 @@ def test_batches_are_refused_by_name(batch: float) -> None:
     with pytest.raises(PlanError, match="--batch"):
         colocated(shape, gpu, routing, load, ranks=2, batch=batch)
     with pytest.raises(PlanError, match="--batch"):
-        afd(shape, gpu, routing, load, attention_ranks=1, ffn_ranks=1, lanes=1, batch=batch)
+        afd(shape, gpu, routing, load, Split(1, 1, lanes=1, batch=batch))
 
 
 @settings(deadline=None, max_examples=20)
@@ -174,8 +165,7 @@ def test_more_requests_or_context_never_make_a_step_shorter(
 
     def seconds(batch: int, context: int) -> np.ndarray:
         load = Workload(context)
-        given_ = {"attention_ranks": 3, "ffn_ranks": 2, "lanes": 2}
-        split = afd(shape, gpu, routing, load, batch=batch, **given_)
+        split = afd(shape, gpu, routing, load, Split(3, 2, lanes=2, batch=batch))
         return np.array(
             [split.seconds, colocated(shape, gpu, routing, load, ranks=4, batch=batch).seconds]
         )

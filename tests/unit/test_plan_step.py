@@ -17,6 +17,7 @@ from sglang_afd.plan.routing import Routing
 from sglang_afd.plan.shape import read_shape
 from sglang_afd.plan.simulate import Noise, simulate, simulate_afd
 from sglang_afd.plan.step import (
+    Split,
     Stages,
     afd,
     afd_stages,
@@ -75,7 +76,7 @@ DEPLOYMENT = {"attention_ranks": 3, "ffn_ranks": 2}
 )
 def test_simulator_agrees_with_the_closed_form(a: float, f: float, x: float, lanes: int) -> None:
     stages = _stages(a, f, x)
-    expected = combine(stages, kind="afd", lanes=lanes, batch=8, **DEPLOYMENT).seconds
+    expected = combine(stages, "afd", Split(**DEPLOYMENT, lanes=lanes, batch=8)).seconds
     found = simulate(stages, lanes=lanes, steps=12, **DEPLOYMENT).steps[4:].mean()
     assert found == pytest.approx(expected, rel=0.02)
 
@@ -89,24 +90,21 @@ def test_simulator_agrees_with_the_closed_form(a: float, f: float, x: float, lan
 )
 def test_no_step_beats_the_floor(attention: int, ffn: int, lanes: int, batch: int) -> None:
     """Memory and FLOPs at their peaks, whatever overlaps."""
-    given_ = {"attention_ranks": attention, "ffn_ranks": ffn, "lanes": lanes, "batch": batch}
-    step = afd(SHAPE, GPU, ROUTING, LOAD, **given_)
+    split = Split(attention, ffn, lanes, batch)
+    step = afd(SHAPE, GPU, ROUTING, LOAD, split)
     cache = batch * LOAD.held * SHAPE.kv_bytes(2) / GPU.bandwidth
     flops = 6 * attention * batch * SHAPE.top_k * SHAPE.hidden * SHAPE.intermediate
     experts = flops * SHAPE.moe_layers / ffn / GPU.fp8_flops
     assert step.seconds >= max(cache, experts)
     assert step.seconds >= max(step.ta, step.te) or lanes == 1
-    serial = lanes * afd_stages(SHAPE, GPU, ROUTING, LOAD, **given_).path
+    serial = lanes * afd_stages(SHAPE, GPU, ROUTING, LOAD, split).path
     assert step.exposed <= step.seconds <= serial + 1e-9
     assert step.gpus == attention + ffn
 
 
 def test_lanes_overlap_but_read_the_experts_again() -> None:
     """One lane is serial; two cost twice the expert reads (the rule of the design)."""
-    one, two = (
-        afd(SHAPE, GPU, ROUTING, LOAD, attention_ranks=12, ffn_ranks=4, lanes=n, batch=64)
-        for n in (1, 2)
-    )
+    one, two = (afd(SHAPE, GPU, ROUTING, LOAD, Split(12, 4, lanes, 64)) for lanes in (1, 2))
     assert one.seconds == pytest.approx(one.ta + one.te + one.exchange)
     assert two.seconds < one.seconds
     assert two.te > 1.5 * one.te
@@ -144,11 +142,9 @@ def test_cad_pays_at_few_attention_ranks_and_long_contexts_only() -> None:
     gb200, long = read_profile("gb200"), Workload(131072)
 
     def gain(nodes: int) -> float:
-        given_ = {"attention_ranks": 4 * nodes, "ffn_ranks": 4, "lanes": 2, "batch": 6}
-        return (
-            afd(SHAPE, gb200, ROUTING, long, **given_).seconds
-            / cad(SHAPE, gb200, ROUTING, long, **given_).seconds
-        )
+        split = Split(4 * nodes, 4, lanes=2, batch=6)
+        given_ = (SHAPE, gb200, ROUTING, long, split)
+        return afd(*given_).seconds / cad(*given_).seconds
 
     assert gain(1) > 1.05  # published: 1.19
     assert gain(15) < 1  # published: it loses
@@ -157,25 +153,32 @@ def test_cad_pays_at_few_attention_ranks_and_long_contexts_only() -> None:
 def test_cad_refuses_linear_attention() -> None:
     shape = read_shape("qwen3.5-397b-a17b")
     with pytest.raises(PlanError, match="linear attention"):
-        cad(
-            shape,
-            GPU,
-            Routing(shape.experts, shape.top_k),
-            LOAD,
-            attention_ranks=2,
-            ffn_ranks=2,
-            lanes=1,
-            batch=1,
-        )
+        cad(shape, GPU, Routing(shape.experts, shape.top_k), LOAD, Split(2, 2, lanes=1, batch=1))
 
 
-BIG = {"attention_ranks": 56, "ffn_ranks": 8, "lanes": 2, "batch": 64}
+@pytest.mark.parametrize(
+    ("field", "named"),
+    [
+        ("attention_ranks", "attention ranks"),
+        ("ffn_ranks", "FFN ranks"),
+        ("lanes", "--lanes"),
+        ("batch", "--batch"),
+    ],
+)
+def test_a_split_refuses_by_field(field: str, named: str) -> None:
+    good = Split(2, 2, lanes=1, batch=1)
+    for bad in (0, -1, 10**8, float("nan")):
+        with pytest.raises(PlanError, match=named):
+            dataclasses.replace(good, **{field: bad})  # type: ignore[arg-type]
+
+
+BIG = Split(56, 8, lanes=2, batch=64)
 
 
 def test_64_ranks_simulate_in_under_a_second() -> None:
     noise = Noise(draws=True, straggle=0.05)
     began = time.process_time()
-    found = simulate_afd(SHAPE, GPU, ROUTING, LOAD, **BIG, steps=1, noise=noise)
+    found = simulate_afd(SHAPE, GPU, ROUTING, LOAD, BIG, steps=1, noise=noise)
     assert time.process_time() - began < 2.0  # two steps: the warm-up's too
     assert len(found.steps) == 1
 
@@ -183,17 +186,17 @@ def test_64_ranks_simulate_in_under_a_second() -> None:
 def test_simulator_is_deterministic_by_seed() -> None:
     def run(seed: int) -> list[float]:
         noise = Noise(draws=True, straggle=0.05, seed=seed)
-        return list(simulate_afd(SHAPE, GPU, ROUTING, LOAD, **BIG, steps=2, noise=noise).steps)
+        return list(simulate_afd(SHAPE, GPU, ROUTING, LOAD, BIG, steps=2, noise=noise).steps)
 
     assert run(1) == run(1) != run(2)
 
 
 def test_noise_costs_time() -> None:
     def run(**noise: object) -> float:
-        return simulate_afd(SHAPE, GPU, ROUTING, LOAD, **BIG, noise=Noise(**noise)).seconds  # type: ignore[arg-type]
+        return simulate_afd(SHAPE, GPU, ROUTING, LOAD, BIG, noise=Noise(**noise)).seconds  # type: ignore[arg-type]
 
     plain = run()
-    assert plain == pytest.approx(afd(SHAPE, GPU, ROUTING, LOAD, **BIG).seconds, rel=0.02)
+    assert plain == pytest.approx(afd(SHAPE, GPU, ROUTING, LOAD, BIG).seconds, rel=0.02)
     assert run(straggle=0.1) > plain
     assert run(host_gap=1e-3) == pytest.approx(plain + 1e-3, rel=0.02)
     assert run(barrier=True) >= plain
@@ -226,7 +229,7 @@ def test_verify_costs_flops_where_they_bind() -> None:
 def test_skewed_draws_are_slower_than_even_ones() -> None:
     skewed = Routing(SHAPE.experts, SHAPE.top_k, skew=1.0)
     slow, even = (
-        simulate_afd(SHAPE, GPU, which, LOAD, **BIG, noise=Noise(draws=True)).seconds
+        simulate_afd(SHAPE, GPU, which, LOAD, BIG, noise=Noise(draws=True)).seconds
         for which in (skewed, ROUTING)
     )
     assert slow > even
