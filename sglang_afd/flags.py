@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sglang_afd.addresses import is_local, parse_address
 from sglang_afd.command_line import int_value, last_value, values
-from sglang_afd.config import TRANSPORTS, AfdConfig, ConfigError
+from sglang_afd.config import MOST_LANES, TRANSPORTS, AfdConfig, ConfigError
 from sglang_afd.topology import Role
 
 _DP_RANKS = "DP ranks are --afd-attention-ranks + --afd-ffn-ranks"
@@ -88,6 +88,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "of T (default: %(default)s)",
     )
     group.add_argument(
+        "--afd-lanes",
+        type=int,
+        default=1,
+        metavar="n",
+        help=f"decode batches in flight in turn, 1 to {MOST_LANES}, each with its own requests: "
+        "while one waits for the FFN ranks, the next one's attention runs; deepep takes one "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--afd-startup-timeout",
         type=float,
         default=600.0,
@@ -148,6 +157,7 @@ def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Comma
         transport=transport if known.afd_transport == "auto" else known.afd_transport,
         max_tokens_per_rank=known.afd_max_tokens_per_rank,
         prefill_block=known.afd_prefill_block,
+        lanes=known.afd_lanes,
         startup_timeout=known.afd_startup_timeout,
         exchange_timeout=known.afd_exchange_timeout,
         command_role=Role(known.afd_role) if known.afd_role else None,
