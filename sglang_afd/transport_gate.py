@@ -47,6 +47,8 @@ def summary(facts: Facts) -> str:
         f"{config.prefill_block if config.transport != 'deepep' else config.max_tokens_per_rank} "
         f"in prefill"
     )
+    if config.lanes > 1:
+        text += f", {config.lanes} lanes"
     if facts.moe is None:
         return text
     held = _held(facts, facts.moe)
@@ -147,6 +149,12 @@ def _deepep(facts: Facts) -> Iterator[Refusal]:
             )
             break
     yield from _runner(facts, "rows grouped by expert", mend)
+    if facts.config.lanes > 1:
+        yield Refusal(
+            f"deepep takes one lane, not --afd-lanes {facts.config.lanes}: its kernels fill the "
+            f"GPU while they wait for a peer, so that two lanes wait for each other for ever",
+            f"use --afd-lanes 1, or {mend}",
+        )
     tokens, world = facts.config.max_tokens_per_rank, facts.config.topology.world_size
     if tokens > DEEPEP_MAX_TOKENS:
         yield Refusal(
