@@ -33,6 +33,8 @@ class RankContext:
     """What the transport carries in one round; known once it is made."""
     lane: int = 0
     """Whose turn it is on this rank; all ranks take the lanes in one order."""
+    work: int = 0
+    """Lanes in which this rank has requests to decode, a bit each."""
     plan: StepPlan | None = None
     """The plan of the step that runs next, or None outside of steps."""
     steps: StepsInFlight = field(default_factory=StepsInFlight, init=False)
@@ -61,7 +63,7 @@ class RankContext:
     def next_row(self, kind: int, rows: int) -> PlanRow:
         """Enter the next step and return what this rank contributes to its plan."""
         step_id = 0 if self.row is None else self.row.step_id + 1
-        self.row = PlanRow(step_id, kind, rows, self.config_hash, self.lane)
+        self.row = PlanRow(step_id, kind, rows, self.config_hash, self.lane, self.work)
         return self.row
 
     def loads_tensor(self, name: str) -> bool:

@@ -7,6 +7,8 @@ So F knows how many rows each A rank sends without a further message between the
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -32,6 +34,7 @@ class PlanRow(NamedTuple):
     rows: int  # rows each of the DP rank's world ranks sends into every MoE layer
     config_hash: int
     lane: int = 0  # whose turn the rank is in
+    work: int = 0  # lanes in which the rank has requests to decode, a bit each
 
 
 PLAN_WIDTH = len(PlanRow._fields)
@@ -92,6 +95,8 @@ class StepPlan:
     caps: Caps
     lane: int = 0
     """Whose turn it is; all ranks take the lanes in one order."""
+    work: int = 0
+    """Lanes in which any rank had requests to decode when it announced its row, a bit each."""
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
@@ -156,7 +161,9 @@ class StepPlan:
             )
         everyone = [parts[topology.dp_rank_of(r)] for r in range(topology.world_size)]
         kinds = tuple(StepKind(part.kind) for part in everyone)
-        return cls(own.step_id, kinds, tuple(part.rows for part in everyone), caps, own.lane)
+        work = functools.reduce(operator.or_, (part.work for part in parts))
+        rows = tuple(part.rows for part in everyone)
+        return cls(own.step_id, kinds, rows, caps, own.lane, work)
 
 
 def _decode_rounds(rows: Sequence[int], cap: int, lane: int) -> Iterator[Round]:

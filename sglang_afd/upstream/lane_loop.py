@@ -3,9 +3,9 @@
 SGLang's overlap loop keeps one decode batch whose next step is launched before the last one's
 result is read.  Here each of n decode lanes does that with requests of its own, so that while one
 lane's rows are with the F ranks another lane's attention runs.  Prefills have a lane of their own,
-numbered n.  In every cycle all ranks take the lanes in one order: prefill, then 0 to n - 1; a rank
-without anything to do in a lane joins as an idle one, and a lane that is empty on all ranks costs
-its synchronisation alone.
+numbered n.  In every cycle all ranks take the lanes in one order: prefill, then 0 to n - 1.  In the
+prefill lane's turn each rank tells the others in which lanes it has requests; lanes that are empty
+everywhere are left out, and in the others a rank without requests joins as an idle one.
 
 Rules that keep the lanes apart (one stream gave SGLang all of them for nothing):
 
@@ -44,6 +44,8 @@ class Lane:
         """Launched steps whose results are not read yet, at most one between turns."""
         self.event: StepEvent | None = None
         """The end of the last launched step."""
+        self.steps = 0
+        """Steps launched with requests of this rank's."""
         self._record: tuple[list[Any], int] = ([None, None], 0)
 
     @contextmanager
@@ -142,6 +144,8 @@ class LaneLoop:
         self._unread = Unread([*self.lanes, self.prefill])
         scheduler.running_batch, scheduler.last_batch = self.everyone, self._unread
         scheduler.result_queue = deque()
+        self._agreed = 0
+        """Lanes whose turn all ranks take in this cycle, a bit each."""
 
     def run(self) -> None:
         """SGLang's event loop."""
@@ -157,7 +161,10 @@ class LaneLoop:
             scheduler.last_batch = self._unread  # a pause or a flush has put nothing there
             busy = self._prefill_turn()
             for lane in self.lanes:
-                busy |= self._decode_turn(lane)
+                if self._agreed >> lane.index & 1:
+                    busy |= self._decode_turn(lane)
+                else:
+                    busy |= self._read(lane)
             if not busy:
                 scheduler._sched_idled = True
                 scheduler.on_idle()
@@ -171,8 +178,7 @@ class LaneLoop:
     def settle(self) -> None:
         """Read the results of all launched steps, waiting for them."""
         for lane in self.lanes:
-            with lane.enter(self._scheduler):
-                self._read(lane)
+            self._read(lane)
         self._finish_extend()
         self._scheduler.last_batch = None
 
@@ -227,8 +233,13 @@ class LaneLoop:
         if ended:
             self._finish_extend()
         self._context.lane = lane.index
+        self._context.work = sum(
+            1 << other.index for other in self.lanes if not other.running.is_empty()
+        )
         with lane.enter(self._scheduler):
-            batch = None if lane.results else self._next_extend()
+            batch = self._agree(None if lane.results else self._next_extend())
+            assert self._context.plan is not None, "every rank has just told what it does"
+            self._agreed = self._context.plan.work
             launched = self._launch(lane, batch)
             if launched is not None:
                 lane.running = launched[0]
@@ -239,7 +250,7 @@ class LaneLoop:
         """Returns: something ran, or a result was read."""
         self._context.lane = lane.index
         with lane.enter(self._scheduler):
-            batch = self._next_decode(lane)
+            batch = self._agree(self._next_decode(lane))
             unread = len(lane.results)
             launched = self._launch(lane, batch)
             for _ in range(unread):
@@ -286,17 +297,21 @@ class LaneLoop:
             self.everyone.batch_is_full = False
         return None if batch is None or batch.is_empty() else batch
 
-    def _launch(self, lane: Lane, batch: Any | None) -> tuple[Any, Any] | None:
-        """Agree on the lane's step with all ranks, and launch it if any has something to do.
+    def _agree(self, batch: Any | None) -> Any | None:
+        """Tell all ranks what this one has for the step, and learn what they have.
 
         Returns:
-            The batch, which may be an idle one, and its result.
+            What to launch: `batch`, an idle batch if only others have something, None if none has.
         """
+        batch = self._scheduler.dp_attn_adapter.maybe_prepare_mlp_sync_batch(batch)
+        self._scheduler.cur_batch_for_debug = batch
+        return batch
+
+    def _launch(self, lane: Lane, batch: Any | None) -> tuple[Any, Any] | None:
+        """Launch the lane's step, if there is one; returns the batch and its result."""
         from sglang.srt.observability.req_time_stats import set_schedule_time_batch
 
         scheduler, steps = self._scheduler, self._context.steps
-        batch = scheduler.dp_attn_adapter.maybe_prepare_mlp_sync_batch(batch)
-        scheduler.cur_batch_for_debug = batch
         if batch is None:
             return None
         set_schedule_time_batch(batch)
@@ -309,14 +324,14 @@ class LaneLoop:
         ended.record(scheduler.forward_stream)
         lane.event = ended
         steps.launched(lane.index, ended)
+        lane.steps += bool(batch.reqs)
         lane.results.append((batch.copy(), result))
         return batch, result
 
     def _finish_extend(self) -> None:
         """Read the extend's result, and let its requests join the decode lanes."""
-        lane, scheduler = self.prefill, self._scheduler
-        with lane.enter(scheduler):
-            self._read(lane)
+        lane = self.prefill
+        self._read(lane)
         batch, lane.running = lane.running, self._no_requests()
         going_on = [r for r in batch.reqs if r is not batch.chunked_req and not r.finished()]
         if len(going_on) < len(batch.reqs):
@@ -333,9 +348,13 @@ class LaneLoop:
             else:
                 other.running.merge_batch(part)
 
-    def _read(self, lane: Lane) -> None:
-        while lane.results:
-            self._read_one(lane)
+    def _read(self, lane: Lane) -> bool:
+        """Read the lane's results that are left; returns whether there were any."""
+        unread = len(lane.results)
+        with lane.enter(self._scheduler):
+            while lane.results:
+                self._read_one(lane)
+        return unread > 0
 
     def _read_one(self, lane: Lane) -> None:
         self._scheduler.process_batch_result(*lane.results.popleft())

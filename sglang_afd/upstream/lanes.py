@@ -54,6 +54,12 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         shown.reqs = loop.everyone.reqs
         return (reporter, can_run_graph), {"running_batch": shown, **kwargs}
 
+    def show_lanes(result: Any, *args: Any, **kwargs: Any) -> Any:
+        result.internal_state["afd"]["lanes"] = [
+            {"requests": lane.running.batch_size(), "steps": lane.steps} for lane in loop.lanes
+        ]
+        return result
+
     def retract(
         original: Callable[..., tuple[list[Any], float, list[Any]]], batch: Any
     ) -> tuple[list[Any], float, list[Any]]:
@@ -97,6 +103,12 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             Kind.BEFORE,
             count_everyone,
             "the running requests that are reported are those of all lanes",
+        ),
+        Hook(
+            f"{_SCHEDULER}.get_internal_state",
+            Kind.AFTER,
+            show_lanes,
+            "/server_info shows whether requests are spread over the lanes",
         ),
         Hook(
             "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
