@@ -21,6 +21,7 @@ from sglang_afd.gate import GATES, findings
 from sglang_afd.machine import Gpu, Machine
 from sglang_afd.topology import Topology, TopologyError
 from sglang_afd.transport_gate import choose, row_dtype
+from sglang_afd.transports import estimate
 from tests.support.gate_facts import (
     FP8,
     GPUS,
@@ -580,3 +581,28 @@ def test_facts_are_those_of_transformers(tmp_path: Path) -> None:
 )
 def test_row_dtype(tmp_path: Path, declared: dict, flags: tuple[str, ...], expected: str) -> None:
     assert row_dtype(make_facts(write_model(tmp_path, **declared), *flags)) == expected
+
+
+@pytest.mark.parametrize("flag", ["--disable-overlap-schedule", "--enable-mixed-chunk"])
+def test_what_takes_one_lane_is_refused_with_more(tmp_path: Path, flag: str) -> None:
+    model = write_model(tmp_path)
+    texts = refused(make_facts(model, flag, "--afd-lanes", "2"), "execution mode")
+    assert len(texts) == 1 and f"{flag} does not go with --afd-lanes 2" in texts[0]
+    assert not refused(make_facts(model, flag), "execution mode")
+    assert not refused(make_facts(model, "--afd-lanes", "2"), "execution mode")
+
+
+def test_deepep_takes_one_lane(tmp_path: Path) -> None:
+    facts = make_facts(write_model(tmp_path), "--afd-lanes", "2", machine=GPUS)
+    [text] = refused(facts, "transport")
+    assert text.startswith("deepep takes one lane, not --afd-lanes 2: its kernels fill the GPU")
+    assert "use --afd-lanes 1, or use --afd-transport nvlink or gloo" in text
+
+
+def test_buffers_of_all_lanes_count(tmp_path: Path) -> None:
+    model, kept = write_model(tmp_path), []
+    for lanes in ("1", "4"):
+        facts = make_facts(model, "--afd-transport", "nvlink", "--afd-lanes", lanes, machine=GPUS)
+        assert facts.moe is not None
+        kept.append(estimate(facts.config, facts.moe, itemsize=2, fp8=False).ffn.kept)
+    assert kept[1] > kept[0]

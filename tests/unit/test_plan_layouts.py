@@ -125,6 +125,7 @@ def test_launch_command_is_parsed_by_the_launcher() -> None:
     command = parse(shlex.split(words[1]), transport="nvlink")
     assert command.config is not None
     assert command.config.attention_ranks == chosen.layout.attention_ranks
+    assert command.config.lanes == chosen.step.lanes
     assert command.config.max_tokens_per_rank * chosen.step.lanes >= chosen.step.batch
     assert "/models/a b" in command.sglang_args
 
