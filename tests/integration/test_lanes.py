@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -295,6 +296,17 @@ def random_run(world: World, expect: Expect, seed: int, count: int) -> None:
 
 @on(TINY)
 def test_random_requests(world: World, expect: Expect) -> None:
+    random_run(world, expect, fresh_seed(), 60)
+
+
+@pytest.mark.full
+def test_no_page_is_lost_or_held_twice_in_any_cycle(
+    start: Callable[..., World], checkpoints: Callable[[str], Path], expect: Expect
+) -> None:
+    """SGLang counts its pools after every cycle, and ends the rank if they do not add up."""
+    checks = {f"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_{when}": "1" for when in ("BUSY", "IDLE")}
+    world = start(TINY.argv(str(checkpoints(TINY.checkpoint))), env=checks)
+    world.wait_healthy()
     random_run(world, expect, fresh_seed(), 60)
 
 

@@ -91,7 +91,6 @@ def test_an_ended_step_holds_nothing_up(steps: StepsInFlight, make: Callable[[],
 def test_a_group_is_held_as_a_whole_and_as_it_was(
     steps: StepsInFlight, make: Callable[[], Any]
 ) -> None:
-    """The caller may write into the tensors that it freed."""
     pool, step = make(), Step()
     first, second = pool.alloc(PAGE), pool.alloc(PAGE)
     wanted = sorted([*first.tolist(), *second.tolist()])
@@ -108,6 +107,17 @@ def test_a_group_is_held_as_a_whole_and_as_it_was(
     step.ended = True
     quarantine.give_back_ended()
     assert set(wanted) <= set(pool.alloc(SIZE).tolist())
+
+
+def test_what_is_held_is_what_was_freed(steps: StepsInFlight) -> None:
+    """The caller may write into the tensor that it freed."""
+    pool, step = tokens(), Step()
+    mine = pool.alloc(SIZE)
+    steps.launched(0, step)
+    pool.free(mine)
+    mine.fill_(-1)
+    step.ended = True
+    assert sorted(pool.alloc(SIZE).tolist()) == list(range(1, SIZE + 1))
 
 
 def test_pages_of_a_decode_step_are_those_that_no_step_may_write_to(steps: StepsInFlight) -> None:
