@@ -20,6 +20,7 @@ START_BY_ENV = "SGLANG_AFD_START_BY"
 ranks must be ready; set when the command starts."""
 TRANSPORTS = ("nvlink", "deepep", "gloo")
 
+MOST_LANES = 4
 MOST_ROWS = 1_000_000
 """Rows of one exchange: far more than any buffer holds."""
 SHORTEST_WAIT, LONGEST_WAIT = 0.1, 1e6
@@ -45,6 +46,8 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """T: rows a rank sends in one exchange of a decode step."""
     prefill_block: int = 4096
     """P: rows a rank sends in one exchange of a prefill, where the transport has blocks."""
+    lanes: int = 1
+    """Decode batches in flight in turn, each with its own requests."""
     startup_timeout: float = 600.0
     """Seconds within which every rank must be ready, or the start fails."""
     exchange_timeout: float = 100.0
@@ -66,6 +69,8 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 raise ConfigError(f"{flag} is {rows}; it must be at least 1")
             if rows > MOST_ROWS:
                 raise ConfigError(f"{flag} is {rows}; it must be at most {MOST_ROWS}")
+        if not 1 <= self.lanes <= MOST_LANES:
+            raise ConfigError(f"--afd-lanes is {self.lanes}; it must be 1 to {MOST_LANES}")
         for flag, value in (
             ("--afd-startup-timeout", self.startup_timeout),
             ("--afd-exchange-timeout", self.exchange_timeout),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from sglang_afd.attention.lanes import StepsInFlight
 from sglang_afd.config import AfdConfig, fingerprint
 from sglang_afd.dispatch.step_plan import Caps, PlanRow, StepPlan
 from sglang_afd.families import Family, MoeFacts
@@ -30,8 +31,14 @@ class RankContext:
     """False while the rank starts: forwards are warm-ups and exchange nothing."""
     caps: Caps | None = None
     """What the transport carries in one round; known once it is made."""
+    lane: int = 0
+    """Whose turn it is on this rank; all ranks take the lanes in one order."""
+    work: int = 0
+    """Lanes in which this rank has requests to decode, a bit each."""
     plan: StepPlan | None = None
     """The plan of the step that runs next, or None outside of steps."""
+    steps: StepsInFlight = field(default_factory=StepsInFlight, init=False)
+    """What this rank has launched, by lane; empty with one lane."""
     row: PlanRow | None = field(default=None, init=False)
     """What this rank last contributed to a plan; None before its first step."""
 
@@ -56,7 +63,7 @@ class RankContext:
     def next_row(self, kind: int, rows: int) -> PlanRow:
         """Enter the next step and return what this rank contributes to its plan."""
         step_id = 0 if self.row is None else self.row.step_id + 1
-        self.row = PlanRow(step_id, kind, rows, self.config_hash)
+        self.row = PlanRow(step_id, kind, rows, self.config_hash, self.lane, self.work)
         return self.row
 
     def loads_tensor(self, name: str) -> bool:

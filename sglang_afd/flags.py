@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sglang_afd.addresses import is_local, parse_address
 from sglang_afd.command_line import int_value, last_value, values
-from sglang_afd.config import TRANSPORTS, AfdConfig, ConfigError
+from sglang_afd.config import MOST_LANES, TRANSPORTS, AfdConfig, ConfigError
 from sglang_afd.topology import Role
 
 _DP_RANKS = "DP ranks are --afd-attention-ranks + --afd-ffn-ranks"
@@ -34,6 +34,8 @@ EXPERT_RUNNERS = {"deepep": "deep_gemm", "nvlink": "triton", "gloo": "triton"}
 """SGLang's GPU kernels for what a transport delivers: rows grouped by expert (masked grouped
 GEMMs), or a row for each token, whose experts' outputs are wanted one by one."""
 
+GPU_LANES = 1
+"""Lanes that a GPU's rank can run: they would share its one stream, and overlap nothing."""
 GRAPH_TRANSPORTS = ("nvlink",)
 """Transports whose decode rounds CUDA graphs can hold: those with `Transport.graphs`."""
 GRAPH_SIZES = ("--cuda-graph-max-bs-decode", "--cuda-graph-bs-decode")
@@ -91,6 +93,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="rows of prefills that go in one exchange, of all ranks together; smaller blocks read "
         "the experts more often, larger ones take more memory; deepep has none and sends slices "
         "of T (default: %(default)s)",
+    )
+    group.add_argument(
+        "--afd-lanes",
+        type=int,
+        default=1,
+        metavar="n",
+        help=f"decode batches in flight in turn, 1 to {MOST_LANES}, each with its own requests: "
+        "while one waits for the FFN ranks, the next one's attention runs; GPUs take one so far "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--afd-startup-timeout",
@@ -153,6 +164,7 @@ def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Comma
         transport=transport if known.afd_transport == "auto" else known.afd_transport,
         max_tokens_per_rank=known.afd_max_tokens_per_rank,
         prefill_block=known.afd_prefill_block,
+        lanes=known.afd_lanes,
         startup_timeout=known.afd_startup_timeout,
         exchange_timeout=known.afd_exchange_timeout,
         command_role=Role(known.afd_role) if known.afd_role else None,

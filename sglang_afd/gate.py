@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sglang_afd import model_gate, transport_gate
 from sglang_afd.addresses import is_local, is_port, parse_address, port_problem, resolve_problem
-from sglang_afd.command_line import int_value, last_value
+from sglang_afd.command_line import int_value, last_value, values
 from sglang_afd.config import ConfigError
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import UnsupportedModel
@@ -23,6 +23,10 @@ from sglang_afd.topology import Role, TopologyError
 from sglang_afd.upstream.ports import Port, first_command_ports, one_command_ports
 
 MOST_CPU_RANKS = 64
+_ONE_LANE_ONLY = (
+    ("--disable-overlap-schedule", "a lane's next step is launched before its last one is read"),
+    ("--enable-mixed-chunk", "prefills have a lane of their own, where nothing is decoded"),
+)
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,13 @@ def _execution(facts: Facts) -> Iterator[Refusal]:
         yield Refusal(
             f"{by} asks for {feature.name}, which AFD refuses: {feature.reason}", feature.mend
         )
+    if facts.config.lanes > 1:
+        for flag, reason in _ONE_LANE_ONLY:
+            if values(facts.args, flag):
+                yield Refusal(
+                    f"{flag} does not go with --afd-lanes {facts.config.lanes}: {reason}",
+                    "leave one of the two out",
+                )
 
 
 def _execution_summary(facts: Facts) -> str:

@@ -8,7 +8,7 @@ from sglang_afd.addresses import is_local
 from sglang_afd.command_line import int_list, int_value, last_value, values
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import MoeFacts
-from sglang_afd.flags import EXPERT_RUNNERS, GRAPH_SIZES
+from sglang_afd.flags import EXPERT_RUNNERS, GPU_LANES, GRAPH_SIZES
 from sglang_afd.observe.holdings import size
 from sglang_afd.topology import Role
 from sglang_afd.transports import estimate
@@ -47,6 +47,8 @@ def summary(facts: Facts) -> str:
         f"{config.prefill_block if config.transport != 'deepep' else config.max_tokens_per_rank} "
         f"in prefill"
     )
+    if config.lanes > 1:
+        text += f", {config.lanes} lanes"
     if facts.moe is None:
         return text
     held = _held(facts, facts.moe)
@@ -88,6 +90,7 @@ def choose(asked: Callable[[str], Facts], on_cpu: bool, two_commands: bool) -> t
 def _gloo(facts: Facts) -> Iterator[Refusal]:
     yield from _no_graphs(facts)
     if not facts.on_cpu:
+        yield from _few_lanes(facts)
         yield from _runner(facts, "a row for each token", "leave it out")
 
 
@@ -111,6 +114,7 @@ def _nvlink(facts: Facts) -> Iterator[Refusal]:
                 mend,
             )
             break
+    yield from _few_lanes(facts)
     yield from _runner(facts, "a row for each token", mend)
     yield from _graph_sizes(facts)
     if facts.moe is not None:
@@ -150,6 +154,12 @@ def _deepep(facts: Facts) -> Iterator[Refusal]:
             break
     yield from _no_graphs(facts)
     yield from _runner(facts, "rows grouped by expert", mend)
+    if facts.config.lanes > 1:
+        yield Refusal(
+            f"deepep takes one lane, not --afd-lanes {facts.config.lanes}: its kernels fill the "
+            f"GPU while they wait for a peer, so that two lanes wait for each other for ever",
+            "use --afd-lanes 1",
+        )
     tokens, world = facts.config.max_tokens_per_rank, facts.config.topology.world_size
     if tokens > DEEPEP_MAX_TOKENS:
         yield Refusal(
@@ -219,6 +229,15 @@ def _no_graphs(facts: Facts) -> Iterator[Refusal]:
         yield Refusal(
             f"steps over {facts.config.transport} are not recorded in CUDA graphs",
             "leave the --cuda-graph-* flags out, or use --afd-transport nvlink (GPUs of one host)",
+        )
+
+
+def _few_lanes(facts: Facts) -> Iterator[Refusal]:
+    if facts.config.lanes > GPU_LANES:
+        yield Refusal(
+            f"--afd-lanes {facts.config.lanes} is for CPUs so far: on a GPU the lanes would share "
+            f"one stream, and overlap nothing",
+            f"use --afd-lanes {GPU_LANES}",
         )
 
 

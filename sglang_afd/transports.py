@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def estimate(config: AfdConfig, facts: MoeFacts, *, itemsize: int, fp8: bool) -> Buffers:
-    """Bytes that the configuration's transport takes on a rank of each role, per lane.
+    """Bytes that the configuration's transport takes on a rank of each role, for all its lanes.
 
     Args:
         itemsize: bytes of one element of the model's rows.
@@ -31,6 +31,7 @@ def estimate(config: AfdConfig, facts: MoeFacts, *, itemsize: int, fp8: bool) ->
         fp8=fp8,
         decode=config.max_tokens_per_rank,
         block=config.prefill_block,
+        lanes=config.lanes,
     )
     return ESTIMATES[config.transport](config.topology, rows)
 
@@ -78,6 +79,7 @@ def _nvlink(context: RankContext, dtype: torch.dtype, fp8: bool, group: Any) -> 
         caps=Caps(config.max_tokens_per_rank, config.prefill_block),
         timeout=config.exchange_timeout,
         make_arena=lambda size: symmetric_arena(size, group),
+        lanes=config.lanes,
     )
 
 

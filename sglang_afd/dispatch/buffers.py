@@ -33,7 +33,7 @@ class Held(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Bytes that a transport takes on one rank of each role, per lane."""
+    """Bytes that a transport takes on one rank of each role."""
 
     attention: Held
     ffn: Held
@@ -53,13 +53,22 @@ class Rows(NamedTuple):
     """T: rows of an A rank in one round."""
     block: int
     """P: rows of all A ranks in one bulk block."""
+    lanes: int = 1
+    """Decode batches in flight; bulk blocks have no more than one."""
+
+    def at_once(self, decode: int, block: int) -> int:
+        """Rows under way at the same time: `decode` of a lane's round, `block` of a bulk block.
+
+        One lane takes turns with the prefills; several lanes and a prefill do not.
+        """
+        return max(decode, block) if self.lanes == 1 else self.lanes * decode + block
 
 
 def gloo(topology: Topology, rows: Rows) -> Buffers:
     """Nothing is kept; a round's rows and their routing pass through, for every peer."""
     owners = len(topology.ffn_world)
-    sent = max(rows.decode, rows.block)
-    received = max(len(topology.attention_world) * rows.decode, rows.block)
+    sent = rows.at_once(rows.decode, rows.block)
+    received = rows.at_once(len(topology.attention_world) * rows.decode, rows.block)
     row = rows.hidden_size * rows.itemsize + 8 * rows.top_k
     output = rows.top_k * rows.hidden_size * rows.itemsize
     return Buffers(
@@ -90,14 +99,16 @@ def deepep(topology: Topology, rows: Rows) -> Buffers:
 
 
 def nvlink(topology: Topology, rows: Rows) -> Buffers:
-    """An arena of the same size on all ranks, and the outputs of the largest round's experts."""
-    channels = sum(_channel(topology, rows, cap) for cap in (rows.decode, rows.block))
+    """An arena of the same size on all ranks, and the outputs of the experts' largest rounds."""
+    caps = (*[rows.decode] * rows.lanes, rows.block)
+    channels = sum(_channel(topology, rows, cap) for cap in caps)
     kept = _aligned(channels + _SIGNAL_PAD, _MAPPED_STEP)
     sources = len(topology.attention_world)
-    most = max(sources * rows.decode, rows.block)
+    most = rows.at_once(sources * rows.decode, rows.block)
     row = rows.hidden_size * rows.itemsize
     copied = most * (row + 8 * rows.top_k) if sources > 1 else 0
-    return Buffers(Held(kept, rows.block * row), Held(kept, most * rows.top_k * row + copied))
+    back = rows.at_once(rows.decode, rows.block) * row
+    return Buffers(Held(kept, back), Held(kept, most * rows.top_k * row + copied))
 
 
 def _channel(topology: Topology, rows: Rows, cap: int) -> int:

@@ -1,8 +1,9 @@
 """The `nvlink` transport: own kernels that write into peers' memory, among the GPUs of one host.
 
 A token's row goes once to each F rank that owns one of its experts; that F rank reduces its
-experts' outputs and returns one row.  Decode rounds and bulk blocks have a channel each (see
-`sglang_afd.dispatch.channel`), in one arena of CUDA symmetric memory.
+experts' outputs and returns one row.  The decode rounds of each lane have a channel of their own
+(see `sglang_afd.dispatch.channel`), and all bulk blocks share one, in one arena of CUDA symmetric
+memory.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from sglang_afd.topology import Role, Topology
 
 
 class _Pending(NamedTuple):
-    path: Path
+    channel: int
     sent: Sent
 
 
 class _Received(NamedTuple):
-    path: Path
+    channel: int
     spans: list[Span]
 
 
@@ -56,11 +57,13 @@ class NvlinkTransport:
         caps: Caps,
         timeout: float,
         make_arena: Callable[[int], Arena],
+        lanes: int = 1,
         blocks: int = BLOCKS,
     ) -> None:
         """Allocate the buffers: a collective call of all world ranks.
 
         Args:
+            lanes: how many lanes' decode rounds may be under way at the same time.
             timeout: seconds that a wait on the device lasts before it ends the rank.
             make_arena: bytes -> memory that all ranks of the world can write to.
             blocks: see `channel.BLOCKS`.
@@ -69,34 +72,35 @@ class NvlinkTransport:
         self.caps = caps
         self._topology, self._rank, self._timeout = topology, rank, timeout
         self._per_rank = topology.experts_per_rank(num_experts)
-        self._shapes = shapes = {
-            Path.DECODE: Shape(caps.decode, hidden_size, top_k, dtype),
-            Path.BULK: Shape(caps.bulk, hidden_size, top_k, dtype),
-        }
-        sizes = {path: channel_bytes(topology, shape) for path, shape in shapes.items()}
-        arena = make_arena(sum(sizes.values()))
+        self._bulk = lanes  # the channel after those of the lanes
+        self._shapes = shapes = [
+            Shape(cap, hidden_size, top_k, dtype) for cap in (*[caps.decode] * lanes, caps.bulk)
+        ]
+        sizes = [channel_bytes(topology, shape) for shape in shapes]
+        arena = make_arena(sum(sizes))
         self._device = arena.local.device
         pinned = arena.local.is_cuda
         waits = Waits(torch.zeros(2, dtype=torch.int64, pin_memory=pinned), timeout)
         self._waits = waits
-        self._attention: dict[Path, AttentionEnd] = {}
-        self._ffn: dict[Path, FfnEnd] = {}
+        self._attention: list[AttentionEnd] = []
+        self._ffn: list[FfnEnd] = []
         offset = 0
-        for path, shape in shapes.items():
+        for shape, size in zip(shapes, sizes, strict=True):
             if topology.role_of(rank) is Role.ATTENTION:
-                self._attention[path] = AttentionEnd(
-                    topology, rank, num_experts, shape, arena, offset, waits, blocks
+                self._attention.append(
+                    AttentionEnd(topology, rank, num_experts, shape, arena, offset, waits, blocks)
                 )
             else:
-                self._ffn[path] = FfnEnd(topology, rank, shape, arena, offset, waits, blocks)
-            offset += sizes[path]
+                self._ffn.append(FfnEnd(topology, rank, shape, arena, offset, waits, blocks))
+            offset += size
 
     def load(self) -> None:
         """See `Transport.load`."""
         attention = self._topology.attention_world
         counts = tuple(int(rank in attention) for rank in range(self._topology.world_size))
-        for path, shape in self._shapes.items():
-            round_ = Round(path, 0, counts)
+        for channel, shape in enumerate(self._shapes):
+            path = Path.BULK if channel == self._bulk else Path.DECODE
+            round_ = Round(path, 0, counts, channel)
             if self._attention:
                 self.combine(self.dispatch(self._first_row(shape), round_))
             else:
@@ -122,11 +126,12 @@ class NvlinkTransport:
         # A decode round's receiver looks at all slots, so that it needs no counts.
         decode = round_.path is Path.DECODE
         slots = self.caps.decode if decode else rows.hidden.shape[0]
-        return _Pending(round_.path, self._attention[round_.path].dispatch(rows, slots=slots))
+        channel = self._channel(round_)
+        return _Pending(channel, self._attention[channel].dispatch(rows, slots=slots))
 
     def combine(self, handle: _Pending) -> torch.Tensor:
         """See `Transport.combine`."""
-        return self._attention[handle.path].combine(handle.sent)
+        return self._attention[handle.channel].combine(handle.sent)
 
     def receive(self, round_: Round) -> tuple[RowBatch, _Received]:
         """See `Transport.receive`."""
@@ -136,16 +141,20 @@ class NvlinkTransport:
         else:
             counts = round_.counts[:sources]
             spans = [Span(source, 1, count) for source, count in enumerate(counts) if count]
-        return self._ffn[round_.path].receive(spans), _Received(round_.path, spans)
+        channel = self._channel(round_)
+        return self._ffn[channel].receive(spans), _Received(channel, spans)
 
     def reply(self, output: torch.Tensor, handle: _Received) -> None:
         """See `Transport.reply`."""
-        self._ffn[handle.path].reply(output.contiguous(), handle.spans)
+        self._ffn[handle.channel].reply(output.contiguous(), handle.spans)
 
     def samples(self) -> list[RowBatch]:
         """A decode round, which has places for all A ranks, and a full bulk block."""
-        sources = {Path.DECODE: len(self._topology.attention_world), Path.BULK: 1}
-        return [end.sample(sources[path]) for path, end in self._ffn.items()]
+        sources = len(self._topology.attention_world)
+        return [self._ffn[0].sample(sources), self._ffn[self._bulk].sample(1)]
+
+    def _channel(self, round_: Round) -> int:
+        return round_.lane if round_.path is Path.DECODE else self._bulk
 
     def failure(self, error: Exception) -> str | None:
         """See `Transport.failure`."""

@@ -7,6 +7,8 @@ So F knows how many rows each A rank sends without a further message between the
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -31,6 +33,8 @@ class PlanRow(NamedTuple):
     kind: int
     rows: int  # rows each of the DP rank's world ranks sends into every MoE layer
     config_hash: int
+    lane: int = 0  # whose turn the rank is in
+    work: int = 0  # lanes in which the rank has requests to decode, a bit each
 
 
 PLAN_WIDTH = len(PlanRow._fields)
@@ -68,6 +72,8 @@ class Round(NamedTuple):
     counts: tuple[int, ...]
     """Rows that each world rank sends; a transport that graphs are made of (`Transport.graphs`)
     needs none of a decode round."""
+    lane: int = 0
+    """Whose step it is: rounds of different lanes may be under way at the same time."""
 
     def rows_of(self, rank: int) -> slice:
         """Which of its rows world rank `rank` sends."""
@@ -88,6 +94,10 @@ class StepPlan:
     rows: tuple[int, ...]
     """Rows that each world rank sends into every MoE layer; 0 for F ranks."""
     caps: Caps
+    lane: int = 0
+    """Whose turn it is; all ranks take the lanes in one order."""
+    work: int = 0
+    """Lanes in which any rank had requests to decode when it announced its row, a bit each."""
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
@@ -97,8 +107,8 @@ class StepPlan:
             for path in (Path.DECODE, Path.BULK)
         )
         return (
-            *_decode_rounds(decode, self.caps.decode),
-            *_bulk_rounds(bulk, self.caps.bulk or 1),
+            *_decode_rounds(decode, self.caps.decode, self.lane),
+            *_bulk_rounds(bulk, self.caps.bulk or 1, self.lane),
         )
 
     def rows_of(self, path: Path, rank: int) -> int:
@@ -126,8 +136,8 @@ class StepPlan:
                 first one's row is among `gathered`.
 
         Raises:
-            PlanMismatch: this rank's step id or configuration hash is not every DP rank's, its
-                rows are not its DP rank's, or an F rank announces rows.
+            PlanMismatch: this rank's step id, lane or configuration hash is not every DP rank's,
+                its rows are not its DP rank's, or an F rank announces rows.
         """
         parts = [PlanRow(*row) for row in gathered]
         name = topology.name_of(rank)
@@ -144,6 +154,11 @@ class StepPlan:
                     f"{name} is in step {own.step_id}, {peer} in step {part.step_id}; the ranks "
                     f"lost step, restart the deployment"
                 )
+            if part.lane != own.lane:
+                raise PlanMismatch(
+                    f"{name} takes lane {own.lane} in step {own.step_id}, {peer} lane {part.lane}; "
+                    f"the ranks lost step, restart the deployment"
+                )
             if part.rows and dp_rank >= topology.attention_ranks:
                 raise PlanMismatch(
                     f"{peer} announced {part.rows} rows of its own in step {part.step_id}, but an "
@@ -157,25 +172,28 @@ class StepPlan:
             )
         everyone = [parts[topology.dp_rank_of(r)] for r in range(topology.world_size)]
         kinds = tuple(StepKind(part.kind) for part in everyone)
-        return cls(own.step_id, kinds, tuple(part.rows for part in everyone), caps)
+        work = functools.reduce(operator.or_, (part.work for part in parts))
+        rows = tuple(part.rows for part in everyone)
+        return cls(own.step_id, kinds, rows, caps, own.lane, work)
 
 
-def _decode_rounds(rows: Sequence[int], cap: int) -> Iterator[Round]:
+def _decode_rounds(rows: Sequence[int], cap: int, lane: int) -> Iterator[Round]:
     for start in range(0, max(rows), cap):
-        yield Round(Path.DECODE, start, tuple(_part(count, start, cap) for count in rows))
+        counts = tuple(_part(count, start, cap) for count in rows)
+        yield Round(Path.DECODE, start, counts, lane)
 
 
-def _bulk_rounds(rows: Sequence[int], cap: int) -> Iterator[Round]:
+def _bulk_rounds(rows: Sequence[int], cap: int, lane: int) -> Iterator[Round]:
     """As many ranks in one block as fit it, in order; their parts begin at the same row."""
     for start in range(0, max(rows), cap):
         counts = [0] * len(rows)
         for rank, count in enumerate(rows):
             part = _part(count, start, cap)
             if sum(counts) + part > cap:
-                yield Round(Path.BULK, start, tuple(counts))
+                yield Round(Path.BULK, start, tuple(counts), lane)
                 counts = [0] * len(rows)
             counts[rank] = part
-        yield Round(Path.BULK, start, tuple(counts))
+        yield Round(Path.BULK, start, tuple(counts), lane)
 
 
 def _part(count: int, start: int, cap: int) -> int:

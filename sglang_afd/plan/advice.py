@@ -55,7 +55,8 @@ def _advice(facts: Facts) -> Advice:
     model = shape_of(facts.checkpoint.config)
     context = int_value(facts.args, "--context-length", default=_CONTEXT)
     context = min(max(context, 1), _CONTEXT)
-    mode = contract("sync", transport=facts.config.transport)
+    config = facts.config
+    mode = contract("sync" if config.lanes == 1 else "async", transport=config.transport)
     answer = search(
         Question(
             shape=model,
@@ -64,7 +65,7 @@ def _advice(facts: Facts) -> Advice:
             load=Workload(context),
             routing=Routing(model.experts, model.top_k),
             transport=facts.config.transport,
-            lanes=mode.lanes,
+            lanes=(facts.config.lanes,),
             kinds=("colocated", "afd"),
             graphs=mode.graphs,
         )

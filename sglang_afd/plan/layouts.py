@@ -158,7 +158,7 @@ def _split(
         cap = -(-batch * load.width // lanes)
         if transport == "deepep":
             cap = min(cap, DEEPEP_MAX_TOKENS)
-        sizes = ledger.transport_buffers(shape, transport, topology, cap)
+        sizes = ledger.transport_buffers(shape, transport, topology, cap, lanes=lanes)
         return (
             ledger.attention_memory(shape, gpu, lanes=lanes, buffers=sizes[0]),
             ledger.ffn_memory(shape, gpu, ffn, lanes=lanes, buffers=sizes[1]),

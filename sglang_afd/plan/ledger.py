@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_afd.config import AfdConfig
 from sglang_afd.dispatch.buffers import ESTIMATES, Rows
 from sglang_afd.plan.errors import PlanError, real, whole
 from sglang_afd.plan.profile import GpuProfile
@@ -96,6 +97,7 @@ class Memory:
         return self.weights + self.buffers + self.graphs + max(self.kv, 0.0)
 
 
+_PREFILL_BLOCK = AfdConfig(attention_ranks=1, ffn_ranks=1).prefill_block
 LANE_BYTES = 1.5e9
 """CUDA graphs and workspaces of a lane after the first, whose are outside the usable share: a first
 guess, to be measured."""
@@ -104,7 +106,7 @@ guess, to be measured."""
 def attention_memory(
     shape: ModelShape, gpu: GpuProfile, *, lanes: int = 1, buffers: float = 0.0
 ) -> Memory:
-    """A rank with attention, dense parts and KV cache; `buffers` of each lane."""
+    """A rank with attention, dense parts and KV cache; `buffers` of all lanes."""
     return _rest(gpu, shape.attention_weight_bytes, lanes, buffers)
 
 
@@ -129,21 +131,40 @@ def cad_memory(
 
 
 def transport_buffers(
-    shape: ModelShape, transport: str, layout: Topology, cap: int, block: int = 2048
+    shape: ModelShape,
+    transport: str,
+    layout: Topology,
+    cap: int,
+    *,
+    lanes: int = 1,
+    block: int = _PREFILL_BLOCK,
 ) -> tuple[float, float]:
-    """Bytes of a lane's buffers on an attention and on an FFN rank, a round's tensors included."""
-    return _buffers(shape, transport, layout, cap, block, passing=True)
+    """Bytes of the buffers on an attention and on an FFN rank, the rounds' tensors included."""
+    return _buffers(shape, transport, layout, cap, block, lanes, passing=True)
 
 
 def kept_buffers(
-    shape: ModelShape, transport: str, layout: Topology, cap: int, block: int = 2048
+    shape: ModelShape,
+    transport: str,
+    layout: Topology,
+    cap: int,
+    *,
+    lanes: int = 1,
+    block: int = _PREFILL_BLOCK,
 ) -> tuple[float, float]:
-    """The same without a round's tensors."""
-    return _buffers(shape, transport, layout, cap, block, passing=False)
+    """The same without the rounds' tensors."""
+    return _buffers(shape, transport, layout, cap, block, lanes, passing=False)
 
 
 def _buffers(
-    shape: ModelShape, transport: str, layout: Topology, cap: int, block: int, *, passing: bool
+    shape: ModelShape,
+    transport: str,
+    layout: Topology,
+    cap: int,
+    block: int,
+    lanes: int,
+    *,
+    passing: bool,
 ) -> tuple[float, float]:
     rows = Rows(
         num_experts=shape.experts,
@@ -153,12 +174,14 @@ def _buffers(
         fp8=shape.fp8,
         decode=whole("max tokens per rank", cap),
         block=whole("prefill block", block),
+        lanes=whole("--lanes", lanes),
     )
     found = ESTIMATES["nvlink" if transport == FUSED else transport](layout, rows)
-    attention, ffn = (float(held.kept + passing * held.passing) for held in found)
+    times = lanes if transport == "deepep" else 1  # one buffer of its own for each lane
+    attention, ffn = (float(times * (held.kept + passing * held.passing)) for held in found)
     return attention, ffn
 
 
 def _rest(gpu: GpuProfile, weights: float, lanes: int, buffers: float) -> Memory:
-    buffers, graphs = lanes * buffers, (lanes - 1) * LANE_BYTES
+    graphs = (lanes - 1) * LANE_BYTES
     return Memory(weights, buffers, graphs, gpu.memory * gpu.usable - weights - buffers - graphs)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_afd import features
-from sglang_afd.config import AfdConfig
 from sglang_afd.families import FAMILIES
-from sglang_afd.flags import GRAPH_TRANSPORTS
+from sglang_afd.flags import GPU_LANES, GRAPH_TRANSPORTS
 from sglang_afd.plan.errors import PlanError
 from sglang_afd.plan.shape import ModelShape
 
 STAGES = ("decode", "prefill", "verify")
-_LANES_FIELD = "lanes"
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,7 @@ def contract(mode: str, *, transport: str = "nvlink", design: bool = False) -> C
     lanes: tuple[int, ...] = (1,) if mode == "sync" else (2, 3, 4)
     if design:
         return Contract(mode, lanes, STAGES, True)
-    if mode == "async" and _LANES_FIELD not in AfdConfig.__struct_fields__:
-        lanes = ()
+    lanes = tuple(count for count in lanes if count <= GPU_LANES)
     verify = served("Speculative decoding")
     stages = tuple(stage for stage in STAGES if verify or stage != "verify")
     graphs = served("CUDA graphs") and transport in GRAPH_TRANSPORTS

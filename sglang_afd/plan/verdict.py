@@ -192,5 +192,7 @@ def launch_command(answer: Answer, chosen: Candidate, model: str) -> str:
     if question.transport in ("nvlink", "deepep", "gloo"):
         args += ["--afd-transport", question.transport]
     args += ["--afd-max-tokens-per-rank", str(rows)]
+    if step.lanes > 1:
+        args += ["--afd-lanes", str(step.lanes)]
     args += ["--max-running-requests", str(int(step.batch) * layout.attention_ranks)]
     return shlex.join(args)

@@ -82,6 +82,12 @@ WIDER = (small(A2F2), small(A1T2F1))
 """The same with more than one FFN rank, and with attention TP."""
 
 
+def lanes(layout: Layout, count: int, *flags: str) -> Layout:
+    """`layout` with that many decode batches in flight, and further flags."""
+    note = f"{layout.note}-{count}lanes".strip("-")
+    return replace(layout, flags=(*layout.flags, "--afd-lanes", str(count), *flags), note=note)
+
+
 def families(*layouts: Layout) -> tuple[Layout, ...]:
     """`layouts`, serving the checkpoint of each row of `tests.support.families`."""
     return tuple(layout.of(name) for name in ROWS for layout in layouts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from sglang_afd.dispatch.channel import (
     Waits,
     channel_bytes,
 )
+from sglang_afd.dispatch.nvlink import NvlinkTransport
+from sglang_afd.dispatch.step_plan import Caps
 from sglang_afd.dispatch.transport import RoutedRows
 from sglang_afd.kernels import exchange_reference as reference
 from sglang_afd.topology import Topology
@@ -100,3 +103,32 @@ def expected(rows: RoutedRows, num_experts: int, ffn_ranks: int) -> torch.Tensor
         local = reference.local_ids(rows.expert_ids, ffn_rank, per_rank)
         replies.append(reference.reduce_places(outputs, local, rows.weights))
     return reference.sum_replies(torch.stack(replies), rows.expert_ids, per_rank)
+
+
+def make_transports(
+    topology: Topology, num_experts: int, shape: Shape, caps: Caps, lanes: int
+) -> list[NvlinkTransport]:
+    """The transport of every rank, over arenas that are ordinary memory."""
+    memory: list[torch.Tensor] = []
+
+    def arena(rank: int, size: int) -> Arena:
+        if not memory:
+            memory.extend(torch.zeros(size, dtype=torch.uint8) for _ in range(topology.world_size))
+        assert memory[rank].numel() == size
+        return Arena(memory[rank], tuple(local.data_ptr() for local in memory))
+
+    return [
+        NvlinkTransport(
+            topology=topology,
+            rank=rank,
+            num_experts=num_experts,
+            hidden_size=shape.hidden_size,
+            top_k=shape.top_k,
+            dtype=shape.dtype,
+            caps=caps,
+            timeout=5.0,
+            make_arena=partial(arena, rank),
+            lanes=lanes,
+        )
+        for rank in range(topology.world_size)
+    ]

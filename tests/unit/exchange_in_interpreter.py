@@ -7,6 +7,7 @@ own, with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,11 +19,19 @@ from hypothesis import strategies as st
 from triton.runtime import interpreter
 
 from sglang_afd.dispatch.channel import Shape, Span, layouts
+from sglang_afd.dispatch.step_plan import Caps, Path, Round
 from sglang_afd.dispatch.transport import RoutedRows
 from sglang_afd.kernels import exchange as kernels
 from sglang_afd.kernels import exchange_reference as reference
 from sglang_afd.topology import Topology
-from tests.support.local_ends import Ends, expected, make_ends, run_experts
+from tests.support.local_ends import (
+    Ends,
+    expected,
+    make_ends,
+    make_transports,
+    random_rows,
+    run_experts,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -229,6 +238,29 @@ def test_a_span_of_several_ranks_may_have_fewer_rows_than_the_cap(
                 [most] * at.attention,
                 [Span(0, at.attention, most)],
             )
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
+def test_rounds_of_all_lanes_and_a_block_are_under_way_at_once(order: tuple[int, ...]) -> None:
+    """Three lanes and a bulk block, answered in any order, twice over: none disturbs another."""
+    topology, experts, shape = Topology(2, 1), 4, Shape(3, 16, 2, FP32)
+    *senders, ffn = make_transports(topology, experts, shape, Caps(2, 3), lanes=3)
+    rounds = [Round(Path.DECODE, 0, (2, 1, 0), lane) for lane in range(3)]
+    rounds.append(Round(Path.BULK, 0, (2, 1, 0), 3))
+    for seed in range(2):
+        draw = random.Random(seed)
+        sent = []
+        for round_ in rounds:
+            rows = [random_rows(draw, round_.counts[n], shape, experts) for n in range(2)]
+            handles = [senders[n].dispatch(rows[n], round_) for n in range(2)]
+            sent.append((rows, handles))
+        received = {index: ffn.receive(rounds[index]) for index in order}
+        for index in reversed(order):
+            batch, handle = received[index]
+            ffn.reply(run_experts(batch.hidden, batch.expert_ids), handle)
+        for rows, handles in sent:
+            for n in range(2):
+                assert torch.equal(senders[n].combine(handles[n]), expected(rows[n], experts, 1))
 
 
 def rows_for(ends: Ends) -> RoutedRows:

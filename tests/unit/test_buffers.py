@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_afd.dispatch.buffers import Rows, deepep, gloo, nvlink
+from sglang_afd.dispatch.buffers import Buffers, Rows, deepep, gloo, nvlink
 from sglang_afd.dispatch.channel import Shape, channel_bytes
 from sglang_afd.topology import Topology
 from tests.support.fake_deep_ep import Buffer
@@ -74,15 +75,17 @@ def test_deepeps_heap_holds_its_hint(
     st.integers(1, 16),
     st.integers(1, 300),
     st.integers(1, 4096),
+    st.integers(1, 4),
 )
 def test_nvlink_keeps_what_its_channels_take(
-    attention: int, ffn: int, tp: int, hidden: int, top_k: int, decode: int, block: int
+    attention: int, ffn: int, tp: int, hidden: int, top_k: int, decode: int, block: int, lanes: int
 ) -> None:
+    """A decode channel for each lane, and one for bulk blocks."""
     topology = Topology(attention, ffn, tp)
-    shape = rows(hidden_size=hidden, top_k=top_k, decode=decode, block=block)
+    shape = rows(hidden_size=hidden, top_k=top_k, decode=decode, block=block, lanes=lanes)
     taken = sum(
         channel_bytes(topology, Shape(cap, hidden, top_k, torch.bfloat16))
-        for cap in (decode, block)
+        for cap in (*[decode] * lanes, block)
     )
     held = nvlink(topology, shape)
     assert held.attention.kept == held.ffn.kept
@@ -103,3 +106,18 @@ def test_gloo_keeps_nothing() -> None:
     held = gloo(Topology(2, 1), rows())
     assert held.attention.kept == held.ffn.kept == 0
     assert held.attention.passing > 2048 * 4096 * 2 and held.ffn.passing > held.attention.passing
+
+
+@pytest.mark.parametrize("transport", [gloo, nvlink])
+def test_the_rounds_of_several_lanes_and_a_prefill_pass_through_at_once(
+    transport: Callable[[Topology, Rows], Buffers],
+) -> None:
+    """One lane takes turns with prefills, so that the larger of the two counts."""
+    topology = Topology(3, 1)
+    one, three = (transport(topology, rows(lanes=lanes)) for lanes in (1, 3))
+    decode_only = transport(topology, rows(block=1))
+    for of_one, of_three, of_decode in zip(one, three, decode_only, strict=True):
+        assert of_three.passing > of_one.passing
+        assert of_one.passing == transport(topology, rows(decode=1))[one.index(of_one)].passing
+        lanes_and_block = of_one.passing + 3 * of_decode.passing
+        assert of_three.passing == pytest.approx(lanes_and_block, rel=0.01)

@@ -26,6 +26,7 @@ configs = st.builds(
     attention_tp=st.integers(1, 8),
     transport=st.sampled_from(["gloo", "deepep"]),
     max_tokens_per_rank=st.integers(1, 4096),
+    lanes=st.integers(1, 4),
     startup_timeout=seconds,
     exchange_timeout=seconds,
     command_role=st.sampled_from([None, *Role]),
@@ -43,6 +44,8 @@ def test_json_keeps_every_field(config: AfdConfig) -> None:
     [
         ({"transport": "tcp"}, "--afd-transport tcp is unknown; choose auto, nvlink, deepep, gloo"),
         ({"max_tokens_per_rank": 0}, "--afd-max-tokens-per-rank is 0"),
+        ({"lanes": 0}, "--afd-lanes is 0; it must be 1 to 4"),
+        ({"lanes": 5}, "--afd-lanes is 5; it must be 1 to 4"),
         ({"startup_timeout": 0.0}, "--afd-startup-timeout is 0.0"),
         ({"exchange_timeout": -1.0}, "--afd-exchange-timeout is -1.0"),
         ({"exchange_timeout": float("nan")}, "--afd-exchange-timeout is nan"),

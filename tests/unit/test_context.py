@@ -39,6 +39,9 @@ def test_step_ids_count_up_and_the_hash_follows_the_agreement() -> None:
     assert first == PlanRow(0, StepKind.DECODE, 5, context.config_hash)
     assert second == PlanRow(1, StepKind.IDLE, 0, context.config_hash)
     assert same.next_row(StepKind.DECODE, 5) == first
+    context.lane, context.work = 3, 0b101
+    third = context.next_row(StepKind.DECODE, 5)
+    assert third == PlanRow(2, StepKind.DECODE, 5, context.config_hash, lane=3, work=0b101)
     assert other.config_hash != context.config_hash
 
 

@@ -423,3 +423,12 @@ def test_facts_are_those_of_transformers(tmp_path: Path) -> None:
     ours = read_checkpoint(["--model-path", str(tmp_path)]).moe_facts()
     assert ours == family_of("Qwen3MoeForCausalLM").facts(config)
     assert ours == MoeFacts((1, 5), 24, 3, 64, 32)
+
+
+@pytest.mark.parametrize("flag", ["--disable-overlap-schedule", "--enable-mixed-chunk"])
+def test_what_takes_one_lane_is_refused_with_more(tmp_path: Path, flag: str) -> None:
+    model = write_model(tmp_path)
+    texts = refused(make_facts(model, flag, "--afd-lanes", "2"), "execution mode")
+    assert len(texts) == 1 and f"{flag} does not go with --afd-lanes 2" in texts[0]
+    assert not refused(make_facts(model, flag), "execution mode")
+    assert not refused(make_facts(model, "--afd-lanes", "2"), "execution mode")

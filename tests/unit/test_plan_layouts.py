@@ -125,6 +125,7 @@ def test_launch_command_is_parsed_by_the_launcher() -> None:
     command = parse(shlex.split(words[1]), transport="nvlink")
     assert command.config is not None
     assert command.config.attention_ranks == chosen.layout.attention_ranks
+    assert command.config.lanes == chosen.step.lanes
     assert command.config.max_tokens_per_rank * chosen.step.lanes >= chosen.step.batch
     assert "/models/a b" in command.sglang_args
 
@@ -143,10 +144,10 @@ def test_modes_follow_the_capability_table(monkeypatch: pytest.MonkeyPatch) -> N
             assert (found.graphs if name == "CUDA graphs" else "verify" in found.stages) == bool(
                 shown
             )
-    monkeypatch.setattr(modes, "_LANES_FIELD", "no such field")
-    assert modes.contract("async").lanes == modes.contract("async").stages == ()
-    monkeypatch.setattr(modes, "_LANES_FIELD", "ffn_ranks")
-    assert min(modes.contract("async").lanes) > 1 and modes.contract("async").stages
+    for most, lanes in ((1, ()), (2, (2,)), (4, (2, 3, 4))):
+        monkeypatch.setattr(modes, "GPU_LANES", most)
+        found = modes.contract("async")
+        assert found.lanes == lanes and bool(found.stages) is bool(lanes)
     with pytest.raises(PlanError, match="--mode"):
         modes.contract("turbo")
     with pytest.raises(PlanError, match="capability table"):

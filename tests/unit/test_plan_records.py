@@ -66,6 +66,8 @@ def _memory_rows() -> list[tuple[str, float, float]]:
     for name, record in _records():
         config = record.get("afd", {}).get("config", {})
         for rank in record.get("afd", {}).get("ranks", ()):
+            if record["part"] == "small":
+                continue  # the embedded model, of none of the planner's shapes
             shape, where = _shape(record), f"{name} {rank['role']}"
             if rank["role"] == "ffn":
                 weights = shape.routed_weight_bytes / config["ffn_ranks"]
@@ -75,7 +77,8 @@ def _memory_rows() -> list[tuple[str, float, float]]:
                 rows.append((f"{where} KV bytes of a token", shape.kv_bytes(2), per_token))
             rows.append((f"{where} weights", weights, rank["weight_bytes"]))
         for run in record.get("runs", ()):
-            if "cap" not in run:
+            # The transport switches NVSHMEM's own NCCL communicators off.
+            if run.get("NVSHMEM_DISABLE_NCCL") != "1":
                 continue
             topology = Topology(run["ranks"] - 1, 1)
             shape = shape_of(

@@ -132,7 +132,9 @@ def test_a_step_without_rows_has_no_rounds() -> None:
     assert plan_of(THREE, [0, 0], EIGHT).rounds == ()
 
 
-@pytest.mark.parametrize(("column", "other"), [(0, 8), (3, HASH + 1)], ids=["step", "hash"])
+@pytest.mark.parametrize(
+    ("column", "other"), [(0, 8), (3, HASH + 1), (4, 1)], ids=["step", "hash", "lane"]
+)
 @pytest.mark.parametrize("odd", [0, 1, 2], ids=["A0", "A1", "F0"])
 def test_ranks_that_disagree_are_refused_with_both_names(column: int, other: int, odd: int) -> None:
     rows = gathered(THREE, [3, 4])
@@ -145,6 +147,8 @@ def test_ranks_that_disagree_are_refused_with_both_names(column: int, other: int
     assert THREE.name_of(odd) in message
     if column == 0:
         assert "is in step 7" in message and "in step 8" in message
+    elif column == 4:
+        assert "takes lane 0 in step 7" in message and "lane 1" in message
     else:
         assert f"hash {HASH:x} against {HASH + 1:x}" in message and "--afd-* flags" in message
 
@@ -172,8 +176,9 @@ def test_a_mismatch_names_the_first_world_rank_of_a_tensor_parallel_peer() -> No
         (0, 8, "is in step 8, attention rank 0.0 (world rank 0) in step 7"),
         (2, 5, "has 5 rows in step 7, but the first rank of its DP rank announced"),
         (3, HASH + 1, "different configurations"),
+        (4, 2, "takes lane 2 in step 7, attention rank 0.0 (world rank 0) lane 0"),
     ],
-    ids=["step", "rows", "hash"],
+    ids=["step", "rows", "hash", "lane"],
 )
 @pytest.mark.parametrize("rank", [3, 5], ids=["attention", "ffn"])
 def test_a_rank_whose_row_is_not_gathered_compares_its_own(
@@ -197,3 +202,16 @@ def test_rows_announced_by_an_ffn_rank_are_refused_with_its_name() -> None:
     for rank in range(4):
         with pytest.raises(PlanMismatch, match=r"^FFN rank 1 \(world rank 3\) announced 1 rows"):
             plan_from(rows, topology, EIGHT, rank)
+
+
+def test_the_plan_and_its_rounds_know_their_lane_and_where_there_is_work() -> None:
+    parts = [
+        list(PlanRow(7, kind, rows, HASH, lane=2, work=work))
+        for kind, rows, work in ((StepKind.DECODE, 9, 0b001), (StepKind.EXTEND, 5, 0b100))
+    ]
+    parts.append(list(PlanRow(7, StepKind.IDLE, 0, HASH, lane=2)))
+    plan = plan_from(parts, THREE, Caps(8, 32), 0)
+    assert (plan.lane, plan.work) == (2, 0b101)
+    assert [(round_.path, round_.lane) for round_ in plan.rounds] == [
+        *[(Path.DECODE, 2), (Path.DECODE, 2), (Path.BULK, 2)]
+    ]

@@ -14,6 +14,7 @@ from sglang_afd.flags import parse
 from sglang_afd.gate import GATES
 from sglang_afd.machine import Gpu, Machine
 from sglang_afd.transport_gate import choose, row_dtype
+from sglang_afd.transports import estimate
 from tests.support.gate_facts import GPUS, MODEL, make_facts, refused, write_model
 
 BAD_DEEPEP: list[tuple[dict, tuple[str, ...], Machine, str]] = [
@@ -196,3 +197,29 @@ def test_deepep_slots_are_bounded_exactly(attention: int, ffn: int, tp: int, exp
 )
 def test_row_dtype(tmp_path: Path, declared: dict, flags: tuple[str, ...], expected: str) -> None:
     assert row_dtype(make_facts(write_model(tmp_path, **declared), *flags)) == expected
+
+
+def test_deepep_takes_one_lane(tmp_path: Path) -> None:
+    facts = make_facts(write_model(tmp_path), "--afd-lanes", "2", machine=GPUS)
+    [text] = refused(facts, "transport")
+    assert text.startswith("deepep takes one lane, not --afd-lanes 2: its kernels fill the GPU")
+    assert text.endswith("use --afd-lanes 1")
+
+
+@pytest.mark.parametrize("transport", ["nvlink", "gloo"])
+def test_gpus_take_one_lane_and_cpus_several(tmp_path: Path, transport: str) -> None:
+    flags = ("--afd-transport", transport, "--afd-lanes", "2")
+    model = write_model(tmp_path)
+    [text] = refused(make_facts(model, *flags, machine=GPUS), "transport")
+    assert text.startswith("--afd-lanes 2 is for CPUs so far")
+    if transport == "gloo":
+        assert not refused(make_facts(model, *flags), "transport")
+
+
+def test_buffers_of_all_lanes_count(tmp_path: Path) -> None:
+    model, kept = write_model(tmp_path), []
+    for lanes in ("1", "4"):
+        facts = make_facts(model, "--afd-transport", "nvlink", "--afd-lanes", lanes, machine=GPUS)
+        assert facts.moe is not None
+        kept.append(estimate(facts.config, facts.moe, itemsize=2, fp8=False).ffn.kept)
+    assert kept[1] > kept[0]
