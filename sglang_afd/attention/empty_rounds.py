@@ -24,7 +24,8 @@ class EmptyRounds:
             layers: MoE layers of the model.
             rows: no rows, in the form of the model's: [0, H], [0, K], [0, K].
         """
-        self._stream = torch.cuda.Stream()
+        # of a priority of its own, so that it is none of the streams that SGLang draws
+        self._stream = torch.cuda.Stream(priority=-1)
         self._graph = torch.cuda.CUDAGraph()
         round_ = Round(Path.DECODE, 0, ())
         with torch.cuda.graph(self._graph, stream=self._stream):

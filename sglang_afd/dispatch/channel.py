@@ -257,9 +257,9 @@ class FfnEnd:
             )
         )
 
-    def sample(self, sources: int) -> RowBatch:
-        """A made-up batch of all rows of that many sources, of which one has an expert."""
-        rows = slice(0, sources * self._shape.cap)
+    def sample(self, count: int) -> RowBatch:
+        """A made-up batch of that many rows, of which one has an expert."""
+        rows = slice(0, count)
         ids = torch.full_like(self._ids[rows], -1)
         ids[0, 0] = 0
         return RowBatch(self._rows[rows], ids, self._weights[rows])

@@ -149,9 +149,12 @@ class NvlinkTransport:
         self._ffn[handle.channel].reply(output.contiguous(), handle.spans)
 
     def samples(self) -> list[RowBatch]:
-        """A decode round, which has places for all A ranks, and a full bulk block."""
-        sources = len(self._topology.attention_world)
-        return [self._ffn[0].sample(sources), self._ffn[self._bulk].sample(1)]
+        """A decode round, which has places for all A ranks, and bulk blocks of all magnitudes: the
+        experts' kernels are chosen by the number of rows."""
+        decode = self._ffn[0].sample(len(self._topology.attention_world) * self.caps.decode)
+        most, bulk = self._shapes[self._bulk].cap, self._ffn[self._bulk]
+        sizes = {most >> halvings for halvings in range(most.bit_length())}
+        return [decode, *(bulk.sample(size) for size in sorted(sizes))]
 
     def _channel(self, round_: Round) -> int:
         return round_.lane if round_.path is Path.DECODE else self._bulk

@@ -21,7 +21,8 @@ class GraphServer:
     def __init__(self, layers: Sequence[Experts], transport: Transport) -> None:
         """Record the graph; the kernels of the transport and the experts are loaded already."""
         self._layers, self._transport = layers, transport
-        self._stream = torch.cuda.Stream()
+        # of a priority of its own, so that it is none of the streams that SGLang draws
+        self._stream = torch.cuda.Stream(priority=-1)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=self._stream):
             serve_rounds([Round(Path.DECODE, 0, ())], layers, transport)

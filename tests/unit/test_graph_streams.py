@@ -28,8 +28,8 @@ class Cuda:
         cuda = self
 
         class Stream:
-            def __init__(self) -> None:
-                self.name = "own"
+            def __init__(self, priority: int = 0) -> None:
+                self.name = "own" if priority else "SGLang's"
 
             def wait_stream(self, other: Stream) -> None:
                 cuda.notes.append(f"{self.name} waits for {other.name}")

@@ -17,7 +17,7 @@ CAPS = Caps(decode=8, bulk=32)
 
 
 @pytest.mark.parametrize("attention_ranks", [1, 3])
-def test_samples_have_the_form_of_the_largest_that_is_received(
+def test_samples_have_the_form_of_what_is_received(
     monkeypatch: pytest.MonkeyPatch, attention_ranks: int
 ) -> None:
     """Experts choose their kernels by the number of rows, and load them while peers wait."""
@@ -36,10 +36,10 @@ def test_samples_have_the_form_of_the_largest_that_is_received(
             torch.zeros(size, dtype=torch.uint8), (0,) * topology.world_size
         ),
     )
-    one_block = (CAPS.bulk, *[0] * attention_ranks)
+    blocks = [(Path.BULK, (rows, *[0] * attention_ranks)) for rows in (1, 2, 4, 8, 16, 32)]
     received = [
         transport.receive(Round(path, 0, counts))[0]
-        for path, counts in ((Path.DECODE, ()), (Path.BULK, one_block))
+        for path, counts in ((Path.DECODE, ()), *blocks)
     ]
     samples = transport.samples()
     assert len(samples) == len(received)
