@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.support.layouts import Layout
@@ -20,6 +21,9 @@ from tests.support.world import World, Worlds, Zygote
 # How long an example takes says more of the machine's load than of the code.
 settings.register_profile("any load", deadline=None)
 settings.load_profile("any load")
+# Tests run beside each other, and beside servers: two threads that waited for one another's turn
+# on a core took 20 times the CPU time of one.
+torch.set_num_threads(1)
 
 _WORLDS = pytest.StashKey[Worlds]()
 _FAILED = pytest.StashKey[bool]()

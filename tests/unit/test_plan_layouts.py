@@ -210,7 +210,7 @@ def test_gate_has_no_performance_step_on_cpus_or_after_a_refusal(tmp_path: Path)
         (GPUS, ("--afd-attention-tp", "2"), {}),
         (GPUS, ("--context-length", "0"), {}),
         (GPUS, (), {"vocab_size": None}),
-        (GPUS, ("--afd-ffn-ranks", "2"), {"num_hidden_layers": 4000}),
+        (GPUS, ("--afd-ffn-ranks", "2"), {"num_hidden_layers": 400}),
     ],
 )
 def test_gate_survives_what_it_cannot_predict(
