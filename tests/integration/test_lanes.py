@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,8 +54,8 @@ TINY_THREE = replace(lanes(small(A1F1), 3, *_TINY), note="tiny-3lanes")
 def counts(world: World, what: str, rank: int = 0) -> list[int]:
     """``requests`` or ``steps`` of an attention rank's lanes."""
     states = world.get("/server_info").json()["internal_states"]
-    name = f"attention rank {rank} "
-    [shown] = [state["afd"]["lanes"] for state in states if state["afd"]["rank"].startswith(name)]
+    name = re.compile(rf"attention rank {rank}(\.0)? ")
+    [shown] = [state["afd"]["lanes"] for state in states if name.match(state["afd"]["rank"])]
     return [lane[what] for lane in shown]
 
 
