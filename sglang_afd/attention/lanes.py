@@ -21,6 +21,9 @@ class StepEvent(Protocol):
     def query(self) -> bool:
         """Whether the step has ended."""
 
+    def synchronize(self) -> None:
+        """Return once the step has ended."""
+
     def wait(self, stream: Any = None) -> None:
         """Let what is submitted to `stream` (None: the current one) from now on run after it."""
 

@@ -16,9 +16,7 @@ Rules that keep the lanes apart (one stream gave SGLang all of them for nothing)
 
 On the CPU a launched step has ended.  On CUDA all lanes run on the scheduler's one forward stream
 for now: that is right, and overlaps nothing.  For each lane to run by itself, `Lane.enter` must
-also hand out a forward stream, a graph runner and an attention backend of the lane's own; and with
-attention TP, the DP rank's first rank must tell the others whether an extend has ended (in its plan
-row, say): events pass at different times on its ranks.
+also hand out a forward stream, a graph runner and an attention backend of the lane's own.
 """
 
 from __future__ import annotations
@@ -205,11 +203,11 @@ class LaneLoop:
             if len(candidates) == 1:
                 break
             victim = candidates[batch._get_decode_retraction_order(candidates)[-1]]
-            self._take(victim, len(candidates) - 1)
+            self._take(victim)
             taken.append(victim)
         return taken
 
-    def _take(self, victim: Any, remaining: int) -> None:
+    def _take(self, victim: Any) -> None:
         from sglang.srt.managers.schedule_batch import retract_all
 
         scheduler = self._scheduler
@@ -229,7 +227,7 @@ class LaneLoop:
     def _prefill_turn(self) -> bool:
         """Returns: something ran, or a result was read."""
         lane = self.prefill
-        ended = bool(lane.results) and lane.event is not None and lane.event.query()
+        ended = self._has_ended(lane)
         if ended:
             self._finish_extend()
         self._context.lane = lane.index
@@ -245,6 +243,15 @@ class LaneLoop:
                 lane.running = launched[0]
                 self._scheduler.launch_batch_sample_if_needed(launched[1], launched[0])
         return ended or launched is not None
+
+    def _has_ended(self, lane: Lane) -> bool:
+        """Whether the extend under way has: with attention TP wait for it, since the ranks of a DP
+        rank must decide alike, and see an event pass at different times."""
+        if not lane.results or lane.event is None:
+            return False
+        if self._context.config.attention_tp > 1:
+            lane.event.synchronize()
+        return lane.event.query()
 
     def _decode_turn(self, lane: Lane) -> bool:
         """Returns: something ran, or a result was read."""

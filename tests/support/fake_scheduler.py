@@ -81,6 +81,9 @@ class Event:
     def query(self) -> bool:
         return self.lane not in self._scheduler.unended
 
+    def synchronize(self) -> None:
+        self._scheduler.unended.discard(self.lane)
+
     def wait(self, stream: Any = None) -> None:
         self._scheduler.log.append(("wait", self.lane, stream))
 
@@ -88,8 +91,8 @@ class Event:
 class FakeScheduler:
     """Runs batches at once, and logs what the loop has it do."""
 
-    def __init__(self, lanes: int) -> None:
-        config = AfdConfig(attention_ranks=1, ffn_ranks=1, lanes=lanes)
+    def __init__(self, lanes: int, attention_tp: int = 1) -> None:
+        config = AfdConfig(attention_ranks=1, ffn_ranks=1, attention_tp=attention_tp, lanes=lanes)
         self.context = RankContext(config, 0, FAMILIES["Qwen3MoeForCausalLM"], _FACTS, {})
         self.log: list[tuple[Any, ...]] = []
         self.waiting: list[Req] = []

@@ -61,6 +61,14 @@ def test_lanes_go_on_while_an_extend_has_not_ended() -> None:
     assert log[:2] == [("read", 2, "c"), ("run", 2, "d")] and ("run", 0, "ac") in log
 
 
+def test_the_ranks_of_a_dp_rank_wait_for_an_extend() -> None:
+    """Else one would see it end a cycle before another, and they would run different batches."""
+    scheduler = FakeScheduler(2, attention_tp=2)
+    loop = FakeLoop(scheduler, scheduler.context)
+    scheduler.waiting, scheduler.unended = [Req("a")], {2}
+    assert cycles(scheduler, loop, 2)[:2] == [("run", 2, "a"), ("read", 2, "a")]
+
+
 def test_an_extend_over_a_prefix_runs_after_the_other_lanes_steps() -> None:
     scheduler, loop = two()
     scheduler.waiting = [Req("a"), Req("b")]
