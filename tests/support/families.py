@@ -103,9 +103,37 @@ def _deepseek_v3() -> Any:
     )
 
 
+def _qwen3_5() -> Any:
+    from transformers import Qwen3_5MoeTextConfig
+
+    return Qwen3_5MoeTextConfig(
+        **{**_SIZES, "num_hidden_layers": 5},
+        architectures=["Qwen3_5MoeForCausalLM"],
+        full_attention_interval=4,
+        layer_types=[*["linear_attention"] * 3, "full_attention", "linear_attention"],
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_num_value_heads=4,
+        linear_value_head_dim=32,
+        num_experts=8,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=96,
+        # of the published config.json, for this size of heads
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [3, 3, 2],
+        },
+    )
+
+
 ROWS: dict[str, Callable[[], Any]] = {
     "minimax": _minimax_m2,
     "deepseek-v2": _deepseek_v2,
     "deepseek-v3": _deepseek_v3,
+    "qwen3.5": _qwen3_5,
 }
 """The checkpoint's name -> its configuration."""

@@ -23,6 +23,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.families import ROWS
 
+LOG_RATE = -3.0  # gated DeltaNet forgets in about 30 tokens
 NORM_SPREAD, BIAS_SPREAD = 0.3, 0.1  # the router's scores are spread by about 0.25
 SEED, SHARDS = 11, 2
 
@@ -38,11 +39,21 @@ def seeded_family(directory: Path, row: str, *, seed: int = SEED, shards: int = 
 
     def make(name: str) -> torch.Tensor:
         values = normal(seed, name, shapes[name]) * _spread(family, name, shapes[name], top_k)
-        return values + 1 if "norm" in name else values
+        queries, _, found = name.partition(".o_proj.")
+        if found and shapes.get(f"{queries}.q_proj.weight", (0,))[0] == 2 * shapes[name][1]:
+            values *= 2  # the output's gate, which the queries' projection gives too, halves it
+        return values + _mean(name)
 
     write_weights(directory, shapes, make, shards)
     write_tokenizer(directory)
     return directory
+
+
+def _mean(name: str) -> float:
+    """The mean of a tensor's values."""
+    if name.endswith(".A_log"):
+        return LOG_RATE
+    return 1.0 if "norm" in name else 0.0
 
 
 def _spread(family: Family, name: str, shape: Shape, top_k: int) -> float:
