@@ -105,6 +105,8 @@ class Family:
     """Where greedy tokens were shown to equal HF transformers' on a CPU."""
     gpu: str
     """What has run on GPUs."""
+    wrapped: bool = False
+    """Its checkpoints are more than a language model, which is served alone."""
     unread: tuple[str, ...] = ()
     """How the names of tensors begin that no rank reads."""
     dtypes: str = "FP32, BF16; on CUDA FP8 in 128 x 128 blocks"

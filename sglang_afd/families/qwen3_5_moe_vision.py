@@ -18,5 +18,6 @@ FAMILY = replace(
     models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, without images",
     experts=_EXPERTS,
     tensors=partial(tensors, names=_EXPERTS),
+    wrapped=True,
     unread=(*TEXT.unread, "model.visual."),
 )

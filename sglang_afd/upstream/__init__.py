@@ -31,6 +31,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         refusals,
         routing,
         step_sync,
+        text_only,
     )
 
     return (
@@ -50,5 +51,6 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *idle.HOOKS,
         *refusals.HOOKS,
         *inputs.HOOKS,
+        *text_only.HOOKS,
         *ending.HOOKS,
     )
