@@ -59,7 +59,7 @@ def _layer_types(hf_config: Any) -> list[str]:
     types = [
         _LINEAR if (layer + 1) % interval else _FULL for layer in range(hf_config.num_hidden_layers)
     ]
-    if (hf_config.layer_types or types) != types:
+    if (getattr(hf_config, "layer_types", None) or types) != types:
         raise UnsupportedModel(
             f"config.json has layer_types that are not those of full_attention_interval {interval}"
         )
