@@ -113,7 +113,7 @@ FAMILY = Family(
     facts=_facts,
     experts=_EXPERTS,
     tensors=partial(tensors, names=_EXPERTS),
-    cpu="FP32: 2A1F",
+    cpu="FP32: 1A1F, 2A1F, 2A2F, 1A1F with attention TP 2",
     gpu="not run",
     unread=("mtp.",),
 )

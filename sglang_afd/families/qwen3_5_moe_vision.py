@@ -18,6 +18,7 @@ FAMILY = replace(
     models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, without images",
     experts=_EXPERTS,
     tensors=partial(tensors, names=_EXPERTS),
+    cpu="FP32: 1A1F, 2A1F, 2A2F",
     wrapped=True,
     unread=(*TEXT.unread, "model.visual."),
 )
