@@ -14,6 +14,7 @@ from sglang_afd.attention.lanes import StepsInFlight
 from sglang_afd.config import AfdConfig, fingerprint
 from sglang_afd.dispatch.step_plan import Caps, PlanRow, StepPlan
 from sglang_afd.families import Family, MoeFacts
+from sglang_afd.families.family import FusedExperts
 from sglang_afd.topology import Role, Topology
 
 
@@ -66,12 +67,25 @@ class RankContext:
         self.row = PlanRow(step_id, kind, rows, self.config_hash, self.lane, self.work)
         return self.row
 
+    @property
+    def owned_experts(self) -> range:
+        """The experts of an F rank, in every layer."""
+        return self.topology.experts_of(self.rank, self.facts.num_experts)
+
+    def loads_fused(self, name: str) -> FusedExperts | None:
+        """What this rank reads its own experts' parts of under `name`, or None."""
+        fused = self.family.experts.read_fused(name)
+        ours = self.role is Role.FFN and fused is not None and fused.layer in self.facts.layers
+        return fused if ours else None
+
     def loads_tensor(self, name: str) -> bool:
         """Whether this rank's role reads the checkpoint tensor `name`."""
+        if name.startswith(self.family.unread):
+            return False
         tensor = self.family.expert_tensor(name)
         if self.role is Role.ATTENTION:
-            return tensor is None
-        owned = self.topology.experts_of(self.rank, self.facts.num_experts)
+            return tensor is None and self.family.experts.read_fused(name) is None
+        owned = self.owned_experts
         # Layers past the model's are those of its own draft model, which nobody runs.
         return tensor is not None and tensor.expert in owned and tensor.layer in self.facts.layers
 

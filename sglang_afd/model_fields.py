@@ -24,6 +24,9 @@ _DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "tie_word_embeddings": False,
     "hidden_act": "silu",
+    "attn_output_gate": True,
+    "norm_topk_prob": True,
+    "layer_types": None,
 }
 _MOST = 1_000_000  # of anything that is counted layer by layer or row by row
 _LONGEST = 1_000_000_000  # tokens
@@ -73,6 +76,16 @@ _KINDS: dict[str, _Kind] = {
     "use_routing_bias": _SWITCH,
     "scoring_func": _TEXT,
     "rotary_dim": _whole(1),
+    "attn_output_gate": _SWITCH,
+    "norm_topk_prob": _SWITCH,
+    "full_attention_interval": _whole(1),
+    "layer_types": _or_null(_Kind("a list of texts", _is_list(str))),
+    "linear_conv_kernel_dim": _whole(2),
+    "linear_key_head_dim": _whole(1),
+    "linear_value_head_dim": _whole(1),
+    "linear_num_key_heads": _whole(1),
+    "linear_num_value_heads": _whole(1),
+    "shared_expert_intermediate_size": _whole(0),
     "topk_method": _TEXT,
     "n_group": _or_null(_whole(1)),
     "topk_group": _or_null(_whole(1)),

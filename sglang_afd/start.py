@@ -30,6 +30,12 @@ _SGLANG_FLAGS = "SGLang's flags"
 _MODEL_FLAGS = ("--model-path", "--model")
 
 
+_STATES_ENV = "SGLANG_MAMBA_CONV_DTYPE"
+_STATES = {"float": "float32", "float32": "float32", "half": "float16", "float16": "float16"}
+"""--dtype -> that of the convolution's states in linear attention, which SGLang keeps in bfloat16
+whatever the model's is, and then cannot write the model's inputs there."""
+
+
 class Refused(ValueError):
     """The command line cannot be right, or a gate refuses it; the message says what to do."""
 
@@ -92,6 +98,8 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
             raise Refused(problem)  # the gates look at a deployment's
         _set_cpu_environment(ranks, program)
         args += cpu_server_args(args)
+    if states := _STATES.get(last_value(args, "--dtype") or ""):
+        os.environ.setdefault(_STATES_ENV, states)
     for name in (ENV, START_BY_ENV):  # an earlier command may have left them: not this one's
         os.environ.pop(name, None)
     if command.config is not None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from sglang_afd.facts import Refusal
-from sglang_afd.families import Family, Shape
+from sglang_afd.families import ExpertTensor, Family, Shape
 
 FP8_BLOCK = 128
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
@@ -52,6 +53,7 @@ def refusals(
     Args:
         fp8: the experts are quantised to FP8, with a scale for each block.
     """
+    tensors = dict(_one_by_one(tensors, family))
     missing: list[str] = []
     shapes: list[str] = []
     types: list[str] = []
@@ -88,6 +90,22 @@ def refusals(
             f"the types of {len(types)} of the tensors are not served, first {types[0]}",
             f"use a checkpoint with {served}",
         )
+
+
+def _one_by_one(tensors: Mapping[str, Stored], family: Family) -> Iterator[tuple[str, Stored]]:
+    """The tensors, with one for each expert in place of those of a layer's experts."""
+    for name, stored in tensors.items():
+        fused = family.experts.read_fused(name)
+        if fused is None or len(stored.shape) != 3:
+            yield name, stored
+            continue
+        experts, rows, columns = stored.shape
+        part = stored._replace(shape=(rows // len(fused.projections), columns))
+        for expert, projection in product(range(experts), fused.projections):
+            yield (
+                family.experts.spell(ExpertTensor(fused.layer, expert, projection, "weight")),
+                part,
+            )
 
 
 def _text(shape: Shape) -> str:

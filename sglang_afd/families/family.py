@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_afd.families.facts import ExpertTensor, MoeFacts, Shape
 
@@ -14,18 +14,35 @@ Tensors = Iterator[tuple[str, Shape]]
 """Names and shapes; ``[out, in]`` for projections."""
 
 
+class FusedExperts(NamedTuple):
+    """A checkpoint tensor of all experts of a layer, [experts, rows, columns].
+
+    projections: as in `ExpertTensor`; an expert's rows are divided among them equally.
+    """
+
+    layer: int
+    projections: tuple[str, ...]
+
+
+_FUSED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+
+
 @dataclass(frozen=True)
 class ExpertNames:
     """How a family's checkpoints spell the tensors of its routed experts:
-    ``model.layers.L.MODULE.experts.E.PROJECTION.SUFFIX``.
+    ``STEM.layers.L.MODULE.experts.E.PROJECTION.SUFFIX``.
 
     module: the layer's module that holds the experts; gate, up, down: their projections.
+    fused: a checkpoint may have one tensor for all experts of a layer instead, as transformers'
+        classes do: ``STEM.layers.L.MODULE.experts.gate_up_proj`` and ``down_proj``.
     """
 
     module: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    stem: str = "model"
+    fused: bool = False
 
     @property
     def projections(self) -> dict[str, str]:
@@ -34,7 +51,7 @@ class ExpertNames:
 
     def prefix(self, layer: int) -> str:
         """The module of a layer's experts."""
-        return f"model.layers.{layer}.{self.module}.experts"
+        return f"{self.stem}.layers.{layer}.{self.module}.experts"
 
     def spell(self, tensor: ExpertTensor) -> str:
         """The checkpoint's name of `tensor`."""
@@ -50,12 +67,23 @@ class ExpertNames:
         shard = next(s for s, spelt in self.projections.items() if spelt == projection)
         return ExpertTensor(int(layer), int(expert), shard, suffix)
 
+    def read_fused(self, name: str) -> FusedExperts | None:
+        """What a checkpoint name stands for if it is that of a layer's experts, or None."""
+        match = self._fused_pattern.fullmatch(name) if self.fused else None
+        return match and FusedExperts(int(match[1]), _FUSED[match[2]])
+
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         projections = "|".join(self.projections.values())
-        return re.compile(
-            rf"model\.layers\.(\d+)\.{self.module}\.experts\.(\d+)\.({projections})\.(\w+)"
-        )
+        return re.compile(rf"{self._layer_pattern}\.(\d+)\.({projections})\.(\w+)")
+
+    @cached_property
+    def _fused_pattern(self) -> re.Pattern[str]:
+        return re.compile(rf"{self._layer_pattern}\.({'|'.join(_FUSED)})")
+
+    @cached_property
+    def _layer_pattern(self) -> str:
+        return rf"{re.escape(self.stem)}\.layers\.(\d+)\.{self.module}\.experts"
 
 
 @dataclass(frozen=True)
@@ -77,6 +105,10 @@ class Family:
     """Where greedy tokens were shown to equal HF transformers' on a CPU."""
     gpu: str
     """What has run on GPUs."""
+    wrapped: bool = False
+    """Its checkpoints are more than a language model, which is served alone."""
+    unread: tuple[str, ...] = ()
+    """How the names of tensors begin that no rank reads."""
     dtypes: str = "FP32, BF16; on CUDA FP8 in 128 x 128 blocks"
     transports: str = "gloo, deepep, nvlink"
 
@@ -85,25 +117,27 @@ class Family:
         return self.experts.read(name)
 
 
-def decoder(hf_config: Any, layer: Callable[[int, str], Tensors]) -> Tensors:
+def decoder(hf_config: Any, layer: Callable[[int, str], Tensors], stem: str = "model") -> Tensors:
     """Embedding, norms and head, and what ``layer(index, prefix)`` gives of each layer."""
     hidden, vocab = hf_config.hidden_size, hf_config.vocab_size
-    yield "model.embed_tokens.weight", (vocab, hidden)
-    yield "model.norm.weight", (hidden,)
+    yield f"{stem}.embed_tokens.weight", (vocab, hidden)
+    yield f"{stem}.norm.weight", (hidden,)
     if not hf_config.tie_word_embeddings:
         yield "lm_head.weight", (vocab, hidden)
     for index in range(hf_config.num_hidden_layers):
-        prefix = f"model.layers.{index}"
+        prefix = f"{stem}.layers.{index}"
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
         yield from layer(index, prefix)
 
 
-def grouped_attention(hf_config: Any, prefix: str, *, bias: bool = False) -> Tensors:
-    """The projections of grouped-query attention."""
+def grouped_attention(
+    hf_config: Any, prefix: str, *, bias: bool = False, gated: bool = False
+) -> Tensors:
+    """The projections of grouped-query attention; `gated`: that of the queries gives a gate too."""
     hidden = hf_config.hidden_size
     query, key = attention_widths(hf_config)
-    for projection, width in (("q", query), ("k", key), ("v", key)):
+    for projection, width in (("q", query * (1 + gated)), ("k", key), ("v", key)):
         yield f"{prefix}.self_attn.{projection}_proj.weight", (width, hidden)
         if bias:
             yield f"{prefix}.self_attn.{projection}_proj.bias", (width,)

@@ -14,8 +14,8 @@ REFUSED: tuple[Feature, ...] = (
     ),
     refused(
         "Multimodal input",
-        "no multimodal model family is served",
-        "serve the language model alone",
+        "of a multimodal model the language model alone is served",
+        LEAVE_OUT,
         *flags(
             "--enable-multimodal",
             "--encoder-only",
@@ -155,6 +155,11 @@ REFUSED: tuple[Feature, ...] = (
         Switch("--cpu-offload-gb", off=("0",)),
         Switch("--offload-group-size", off=("-1",)),
         *flags("--kt-weight-path", "--enable-paged-experts"),
+    ),
+    refused(
+        "Settings of linear attention and its cache",
+        NOT_SHOWN,
+        "leave it out: SGLang's own defaults are served, the radix cache with them",
     ),
     refused(
         "Settings of other model families, quantisations and platforms",

@@ -32,6 +32,10 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
     def get_dispatch_key_name(self) -> str:
         return "native"
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """As on CUDA: a cached prefix keeps its own copy of the state, and schedules overlap."""
+        return True
+
     def get_compile_backend(self, mode: str | None = None) -> str:
         """Never inductor: it needs a C++ compiler, and compiles inside the first requests."""
         return "eager"

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from sglang_afd.platform import delta_net
 from sglang_afd.platform.defaults import BIND, parse_cores
 from sglang_afd.upstream.hooks import Hook, Kind
 
@@ -141,7 +143,26 @@ def unscaled_rotation(original: Any, *args: Any) -> Any:
     return get_rope(*given) if scaling is None else original(*args)
 
 
+DELTA_NET: dict[str, Callable[..., Any]] = {
+    "mamba.causal_conv1d_triton.causal_conv1d_fn": delta_net.convolve,
+    "mamba.causal_conv1d_triton.causal_conv1d_update": delta_net.convolve_step,
+    "mamba.mamba_state_scatter_triton.track_mamba_states_all_layers": delta_net.keep_states,
+    "attention.linear.fused_gdn_gating.fused_gdn_gating": delta_net.gates,
+    "attention.fla.chunk.chunk_gated_delta_rule": delta_net.delta_rule,
+    "attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode": (
+        delta_net.delta_rule_step
+    ),
+    "attention.fla.layernorm_gated.RMSNorm.forward": delta_net.gated_norm,
+    "elementwise.elementwise.fused_sigmoid_mul": delta_net.gate_output,
+    "elementwise.elementwise.fused_gate_sigmoid_mul_add": delta_net.add_gated,
+}
+"""SGLang's Triton kernels of gated DeltaNet and of what is around it -> the same in PyTorch."""
+
 HOOKS: tuple[Hook, ...] = (
+    *(
+        Hook(f"sglang.kernels.ops.{target}", Kind.REPLACE, fn, "Qwen3.5 runs a Triton kernel")
+        for target, fn in DELTA_NET.items()
+    ),
     Hook(
         "sglang.srt.distributed.bootstrap._init_cpu_threads_env",
         Kind.REPLACE,

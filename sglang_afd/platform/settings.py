@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -26,6 +28,11 @@ def _memcpy_cpu() -> Any:
     from sglang.srt.layers.dp_attention import memcpy_cpu
 
     return memcpy_cpu
+
+
+def _unpinned(self: torch.Tensor) -> torch.Tensor:
+    """The tensor as it is: host memory is the device's."""
+    return self
 
 
 def _padded_length(self: object) -> int:
@@ -47,9 +54,20 @@ SETTINGS: tuple[Setting, ...] = (
         adds=True,
     ),
     Setting(
+        "torch.Tensor.pin_memory",
+        lambda: _unpinned,
+        "decode steps pin which states to keep, which needs an accelerator's driver",
+        adds=True,
+    ),
+    Setting(
         "sglang.srt.layers.dp_attention.memcpy_func",
         _memcpy_cpu,
         "DP gather and scatter copy rows with a Triton kernel",
+    ),
+    Setting(
+        "sglang.srt.models.qwen3_5._GDN_FUSED_QKVZBA_RATIOS",
+        tuple,
+        "gated DeltaNet splits its projections with a Triton kernel",
     ),
     Setting(
         "sglang.srt.distributed.parallel_state._is_cpu",

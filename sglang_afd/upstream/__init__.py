@@ -32,6 +32,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         refusals,
         routing,
         step_sync,
+        text_only,
     )
 
     return (
@@ -52,5 +53,6 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *idle.HOOKS,
         *refusals.HOOKS,
         *inputs.HOOKS,
+        *text_only.HOOKS,
         *ending.HOOKS,
     )

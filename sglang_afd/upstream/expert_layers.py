@@ -68,8 +68,9 @@ class ExpertModel(nn.Module):
         context = current()
         facts = context.facts
         self.config, self.quant_config = config, quant_config
-        self.owned = context.topology.experts_of(context.rank, facts.num_experts)
-        self.start_layer, self.end_layer = 0, config.num_hidden_layers
+        self.owned = context.owned_experts
+        self.start_layer = 0
+        self.end_layer = getattr(config, "text_config", config).num_hidden_layers
         alone = {"moe_ep_size": 1, "moe_ep_rank": 0, "moe_tp_size": 1, "moe_tp_rank": 0}
         with parallel_view(module, **alone):
             self.layers = nn.ModuleDict(

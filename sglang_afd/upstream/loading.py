@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from sglang_afd.context import current
+from sglang_afd.families import ExpertTensor
+from sglang_afd.families.family import FusedExperts
 from sglang_afd.upstream.hooks import Hook, Kind
 
 
@@ -24,12 +26,23 @@ def _read_own_tensors(
             raise _unreadable(file, error) from error
         with opened as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
-                if context.loads_tensor(name):
-                    try:
-                        tensor = tensors.get_tensor(name)
-                    except (OSError, safetensors.SafetensorError) as error:
-                        raise _unreadable(f"{name} in {file}", error) from error
-                    yield name, tensor
+                try:
+                    if context.loads_tensor(name):
+                        yield name, tensors.get_tensor(name)
+                    elif fused := context.loads_fused(name):
+                        yield from _own_parts(fused, tensors.get_slice(name))
+                except (OSError, safetensors.SafetensorError) as error:
+                    raise _unreadable(f"{name} in {file}", error) from error
+
+
+def _own_parts(fused: FusedExperts, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of this rank's experts out of that of a layer's, as if each had its own."""
+    context = current()
+    for expert in context.owned_experts:
+        parts = tensor[expert].chunk(len(fused.projections))
+        for projection, part in zip(fused.projections, parts):
+            own = ExpertTensor(fused.layer, expert, projection, "weight")
+            yield context.family.experts.spell(own), part
 
 
 def _unreadable(what: str, error: Exception) -> RuntimeError:

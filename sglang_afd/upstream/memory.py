@@ -64,8 +64,11 @@ def _leave_room_for_rounds(result: Any, configurator: Any, *args: Any, **kwargs:
 @on_ffn
 def _smallest_pool_on_ffn(configurator: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
-    from sglang.srt.runtime_context import get_schedule
+    from sglang.srt.runtime_context import get_context, get_schedule
 
+    if configurator.mambaish_config is not None:
+        slots = configurator._calculate_mamba_ratio()  # of one request
+        get_context().override("sglang_afd", max_mamba_cache_size=slots)
     # The scheduler only needs a size that could hold a request; nothing is ever stored.
     page = get_schedule().page_size
     tokens = -(-(configurator.model_config.context_len + 1) // page) * page
@@ -90,6 +93,11 @@ def _no_kv_on_ffn(configurator: Any, *, sizes: Any, **kwargs: Any) -> Any:
         device=configurator.device,
         enable_memory_saver=False,
     )
+
+
+@on_ffn
+def _no_states_on_ffn(configurator: Any) -> list[int]:
+    return []
 
 
 HOOKS = (
@@ -128,5 +136,11 @@ HOOKS = (
         Kind.AROUND,
         _no_kv_on_ffn,
         "F ranks allocate no KV buffers",
+    ),
+    Hook(
+        f"{_CONFIGURATOR}._get_mamba_layer_ids_for_req_pool",
+        Kind.AROUND,
+        _no_states_on_ffn,
+        "F ranks keep no states of linear attention: those are of layers on A ranks",
     ),
 )

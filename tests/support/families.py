@@ -103,9 +103,57 @@ def _deepseek_v3() -> Any:
     )
 
 
+def _qwen3_5() -> Any:
+    from transformers import Qwen3_5MoeTextConfig
+
+    return Qwen3_5MoeTextConfig(
+        **{**_SIZES, "num_hidden_layers": 5},
+        architectures=["Qwen3_5MoeForCausalLM"],
+        full_attention_interval=4,
+        layer_types=[*["linear_attention"] * 3, "full_attention", "linear_attention"],
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_num_value_heads=4,
+        linear_value_head_dim=32,
+        num_experts=8,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=96,
+        # of the published config.json, for this size of heads
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [3, 3, 2],
+        },
+    )
+
+
+def _qwen3_5_vision() -> Any:
+    from transformers import Qwen3_5MoeConfig
+
+    return Qwen3_5MoeConfig(
+        architectures=["Qwen3_5MoeForConditionalGeneration"],
+        text_config=_qwen3_5().to_dict(),
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 128},
+        eos_token_id=_SIZES["eos_token_id"],
+    )
+
+
 ROWS: dict[str, Callable[[], Any]] = {
     "minimax": _minimax_m2,
     "deepseek-v2": _deepseek_v2,
     "deepseek-v3": _deepseek_v3,
+    "qwen3.5": _qwen3_5,
+    "qwen3.5-vision": _qwen3_5_vision,
 }
 """The checkpoint's name -> its configuration."""
+FUSED = WRAPPED = ("qwen3.5-vision",)
+"""Those with one tensor for all experts of a layer, and those that SGLang without AFD would serve
+with the rest of the model, of which they have nothing."""
+
+
+def language_model(row: str) -> Any:
+    """The configuration of what is served of a row's checkpoint."""
+    return ROWS[row]().get_text_config()

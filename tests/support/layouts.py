@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.families import ROWS
+from tests.support.families import ROWS, WRAPPED
 
 CHECKPOINTS = ("embedded", "seeded", "zeroed", "large", *ROWS)
 
@@ -90,7 +90,12 @@ def lanes(layout: Layout, count: int, *flags: str) -> Layout:
 
 def families(*layouts: Layout) -> tuple[Layout, ...]:
     """`layouts`, serving the checkpoint of each row of `tests.support.families`."""
-    return tuple(layout.of(name) for name in ROWS for layout in layouts)
+    return tuple(
+        layout.of(name)
+        for name in ROWS
+        for layout in layouts
+        if layout.attention or name not in WRAPPED
+    )
 
 
 def on(*layouts: Layout, full: tuple[Layout, ...] = ()) -> pytest.MarkDecorator:

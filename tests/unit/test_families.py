@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from sglang_afd import embedded
+from sglang_afd.config import AfdConfig
+from sglang_afd.context import RankContext
 from sglang_afd.families import FAMILIES, ExpertTensor, MoeFacts, UnsupportedModel, family_of
 from sglang_afd.families.__main__ import BEGIN, END, README, table, with_table
 from sglang_afd.model_fields import Fields
-from tests.support.families import ROWS
+from tests.support.families import ROWS, WRAPPED, language_model
 
 pytestmark = pytest.mark.unit
 
@@ -224,6 +226,52 @@ def test_deepseek_tensors_of_another_shape() -> None:
     assert "model.layers.0.self_attn.q_proj.weight" not in shapes
     assert "model.layers.1.mlp.gate_proj.weight" in shapes
     assert not [name for name in shapes if "shared" in name or "bias" in name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "has attention_bias True"),
+        ({"attn_output_gate": False}, "has attn_output_gate False"),
+        ({"norm_topk_prob": False}, "has norm_topk_prob False"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0"),
+        ({"full_attention_interval": 2}, "not those of full_attention_interval 2"),
+    ],
+)
+def test_qwen3_5_with_other_parts_is_refused(changes: dict[str, Any], message: str) -> None:
+    config = ROWS["qwen3.5"]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    for read in (config, Fields(config.to_dict())):
+        with pytest.raises(UnsupportedModel, match=message):
+            family_of(config.architectures[0]).facts(read)
+
+
+@pytest.mark.parametrize("row", ["qwen3.5", "qwen3.5-vision"])
+def test_drafts_and_vision_towers_are_read_by_no_rank(row: str) -> None:
+    family, text = family_of(ROWS[row]().architectures[0]), language_model(row)
+    config = AfdConfig(attention_ranks=1, ffn_ranks=1)
+    others = ["mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj"]
+    if family.wrapped:
+        others.append("model.visual.blocks.0.attn.qkv.weight")
+    for rank in range(2):
+        context = RankContext(config, rank, family, family.facts(text), {})
+        for name in others:
+            assert not context.loads_tensor(name) and context.loads_fused(name) is None
+    stem = family.experts.stem
+    for layer, read in ((4, True), (5, False)):
+        name = f"{stem}.layers.{layer}.mlp.experts.down_proj"
+        assert (context.loads_fused(name) is not None) == read
+        assert not RankContext(config, 0, family, family.facts(text), {}).loads_tensor(name)
+
+
+def test_only_a_wrapped_model_is_cut_down() -> None:
+    from sglang_afd.upstream.text_only import HOOKS
+
+    for row in ROWS:
+        config = ROWS[row]()
+        assert HOOKS[0].fn(config) is None
+        assert getattr(config, "language_model_only", False) == (row in WRAPPED)
 
 
 def test_the_readmes_table_is_up_to_date() -> None:

@@ -15,7 +15,7 @@ from sglang_afd.embedded.evaluate import greedy
 from sglang_afd.families import Family, family_of
 from sglang_afd.gate import findings
 from sglang_afd.upstream.loading import HOOKS
-from tests.support.families import ROWS
+from tests.support.families import ROWS, language_model
 from tests.support.family_checkpoints import seeded_family
 from tests.support.gate_facts import make_facts
 
@@ -67,7 +67,7 @@ def test_the_gate_lets_the_checkpoint_pass(row: str, folders: dict[str, Path]) -
 
 
 def test_the_facts_are_those_that_transformers_builds(row: str, folders: dict[str, Path]) -> None:
-    facts = family(row).facts(ROWS[row]())
+    facts = family(row).facts(language_model(row))
     model, _ = loaded(folders[row])
     layers = [i for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")]
     assert facts.layers == tuple(layers) and len(layers) >= 2
@@ -107,7 +107,7 @@ def test_every_kind_of_tensor_matters(row: str, folders: dict[str, Path]) -> Non
 
 def test_all_experts_are_used(row: str, folders: dict[str, Path]) -> None:
     model, _ = loaded(folders[row])
-    facts, used = family(row).facts(ROWS[row]()), []
+    facts, used = family(row).facts(language_model(row)), []
     for layer in facts.layers:
         model.model.layers[layer].mlp.experts.register_forward_hook(
             lambda _m, args, _out: used.append(set(args[1].flatten().tolist()))
@@ -123,13 +123,17 @@ def test_each_role_reads_its_own_tensors(
     """Each tensor on one rank alone; experts on F ranks, by their numbers, all else on A."""
     files = sorted(map(str, folders[row].glob("*.safetensors")))
     ours, ffn = family(row), 2
-    facts = ours.facts(ROWS[row]())
+    facts = ours.facts(language_model(row))
     read: list[set[str]] = []
     for rank in range(1 + ffn):
         config = AfdConfig(attention_ranks=1, ffn_ranks=ffn)
         monkeypatch.setattr(context_module, "_current", RankContext(config, rank, ours, facts, {}))
         read.append({name for name, _ in hook.fn(None, files)})
-    assert sum(map(len, read)) == len(set().union(*read)) == len(dict(ours.tensors(ROWS[row]())))
+    assert (
+        sum(map(len, read))
+        == len(set().union(*read))
+        == len(dict(ours.tensors(language_model(row))))
+    )
     assert not [name for name in read[0] if ".experts." in name]
     owned = facts.num_experts // ffn
     for rank, names in enumerate(read[1:]):
@@ -141,7 +145,7 @@ def test_each_role_reads_its_own_tensors(
 def test_a_draft_models_experts_are_not_read(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Published checkpoints keep them in layers past the model's."""
     ours = family(row)
-    facts = ours.facts(ROWS[row]())
+    facts = ours.facts(language_model(row))
     config = AfdConfig(attention_ranks=1, ffn_ranks=1)
     for layer, reads in ((max(facts.layers), True), (max(facts.layers) + 1, False)):
         name = f"{ours.experts.prefix(layer)}.0.{ours.experts.gate}.weight"
@@ -150,7 +154,7 @@ def test_a_draft_models_experts_are_not_read(row: str, monkeypatch: pytest.Monke
 
 
 def test_names_are_read_as_they_are_spelt(row: str) -> None:
-    config = ROWS[row]()
+    config = language_model(row)
     ours = family(row)
     found = 0
     for name, shape in ours.tensors(config):

@@ -123,3 +123,12 @@ def test_what_a_round_takes_is_no_room_for_kv(as_rank: Callable[..., SimpleNames
     assert 0 < passing < 10**9
     assert hook.fn(10**9, configurator) == 10**9 - passing
     assert hook.fn(1, configurator) == 0
+
+
+def test_states_of_linear_attention_lie_on_attention_ranks(
+    as_rank: Callable[..., SimpleNamespace],
+) -> None:
+    [hook] = [h for h in memory.HOOKS if h.target.endswith("_get_mamba_layer_ids_for_req_pool")]
+    for rank, layers in ((0, [0, 1, 2]), (2, [])):
+        as_rank(rank)
+        assert hook.fn(lambda configurator: [0, 1, 2], SimpleNamespace()) == layers
