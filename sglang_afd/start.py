@@ -98,7 +98,8 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
             raise Refused(problem)  # the gates look at a deployment's
         _set_cpu_environment(ranks, program)
         args += cpu_server_args(args)
-    if states := _STATES.get(last_value(args, "--dtype") or ""):
+    states = _STATES.get(last_value(args, "--dtype") or "")
+    if states and (on_cpu or command.config is not None):  # plain SGLang on GPUs is left alone
         os.environ.setdefault(_STATES_ENV, states)
     for name in (ENV, START_BY_ENV):  # an earlier command may have left them: not this one's
         os.environ.pop(name, None)
