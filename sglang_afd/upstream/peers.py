@@ -35,6 +35,7 @@ _COMPONENTS = "sglang.srt.managers.scheduler_components"
 def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     """Hooks of scheduler processes and of the process that starts them."""
     started: list[tuple[str, Any]] = []  # this command's ranks: name and process
+    told: set[str] = set()  # those whose end is reported
 
     def bound_waits(scheduler: Any) -> None:
         from sglang.srt.runtime_context import get_parallel
@@ -67,7 +68,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
 
         def wait_and_report() -> None:
             wait_for_end()
-            if _report(started):
+            if _report(started, told):
                 raise SystemExit(1)
 
         outcome.block_until_scheduler_exits = wait_and_report
@@ -77,7 +78,10 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         deadline = time.monotonic() + _DYING
         while not any(process.exitcode for _, process in started) and time.monotonic() < deadline:
             time.sleep(0.02)
-        _report(started)
+        _report(started, told)
+
+    def report_crashed(watchdog: Any) -> None:
+        _report(started, told)
 
     return (
         Hook(
@@ -110,6 +114,12 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             report_ended,
             "what a rank died of is known here alone if it was killed",
         ),
+        Hook(
+            "sglang.srt.utils.watchdog.SubprocessWatchdog._check_processes",
+            Kind.BEFORE,
+            report_crashed,
+            "an FFN command, and one that starts, end by its signal, whose handler reports nothing",
+        ),
     )
 
 
@@ -125,10 +135,13 @@ def _missing(context: RankContext, waited: float) -> str:
     return f" (not there within --afd-exchange-timeout, {timeout:g} s: {names})"
 
 
-def _report(ranks: list[tuple[str, Any]]) -> bool:
-    """Log how each of `ranks` that failed has ended; whether any has."""
+def _report(ranks: list[tuple[str, Any]], told: set[str]) -> bool:
+    """Log how each of `ranks` that failed has ended, if it is not `told`; whether any has."""
     failed = [(name, process.exitcode) for name, process in ranks if process.exitcode]
     for name, code in failed:
+        if name in told:
+            continue
+        told.add(name)
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         logger.error("%s %s; its peers end with it: restart the deployment", name, how)
         causes.note(f"{name} {how}; restart the deployment", consequence=code > 0)

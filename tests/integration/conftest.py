@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 
 from tests.support.layouts import Layout
 from tests.support.reference import Expect, References
+
+# What tests start shares the cores with them: two threads wait long for each other's turn.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -47,18 +48,26 @@ def probe(**environment: str) -> dict[str, list[str]]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_no_hook_without_a_deployment() -> None:
-    found = probe()
+@pytest.fixture(scope="module")
+def probes() -> dict[str, dict[str, list[str]]]:
+    """What `probe` finds without and on the CPU platform; side by side, for imports take long."""
+    with ThreadPoolExecutor(2) as pool:
+        plain, cpu = pool.submit(probe), pool.submit(probe, SGLANG_AFD_CPU="1")
+        return {"plain": plain.result(), "cpu": cpu.result()}
+
+
+def test_no_hook_without_a_deployment(probes: dict[str, dict[str, list[str]]]) -> None:
+    found = probes["plain"]
     assert found["patched"] == []
     upstream = [name for name in found["loaded"] if name.startswith("sglang_afd.upstream.")]
     assert set(upstream) <= {"sglang_afd.upstream.hooks"}, "AFD's hooks are not even imported"
 
 
-def test_only_platform_hooks_on_the_cpu() -> None:
+def test_only_platform_hooks_on_the_cpu(probes: dict[str, dict[str, list[str]]]) -> None:
     """On a CPU the reference platform mends what SGLang lacks there, and AFD adds nothing."""
     from sglang_afd.platform.hooks import HOOKS
 
-    assert probe(SGLANG_AFD_CPU="1")["patched"] == sorted({hook.target for hook in HOOKS})
+    assert probes["cpu"]["patched"] == sorted({hook.target for hook in HOOKS})
 
 
 @on(STOCK)

@@ -51,9 +51,10 @@ def expect(references: References, checkpoints: Callable[[str], Path]) -> Expect
 
 @on(DP2_TP2_EP4, full=(TP2, DP2, EP2, STOCK.of("seeded")))
 def test_tokens_equal_transformers(world: World, expect: Expect) -> None:
-    """Twice the workload: the second time, prompts are in the radix cache."""
-    check(world, expect, prompts(), NEW_TOKENS)
-    again = check(world, expect, prompts(), NEW_TOKENS)
+    """The workload, and a part of it again: its prompts are in the radix cache by then."""
+    asked = prompts()
+    check(world, expect, asked, NEW_TOKENS)
+    again = check(world, expect, asked[4:], NEW_TOKENS)
     assert max(answer.cached_tokens for answer in again) > 100
 
 

@@ -47,7 +47,8 @@ class Layout:
         return "-".join(part for part in parts if part)
 
 
-STOCK = Layout()
+STOCK = Layout(flags=("--sleep-on-idle",))
+"""One rank, which would spin while it is idle and take a core from what the test waits for."""
 A1F1 = Layout(1, 1)
 A2F1 = Layout(2, 1)
 A2F2 = Layout(2, 2)

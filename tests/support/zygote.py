@@ -106,8 +106,9 @@ def main() -> None:
     os.environ.update(dict.fromkeys(_THREADS, "1"))
     _import_everything()
     _refuse_threads()
-    for name in (*_THREADS, "SGLANG_CPU_OMP_THREADS_BIND"):
-        del os.environ[name]  # every world sets its own
+    # Every world binds its own ranks; that each computes on one thread stays, for what tests start
+    # shares the cores with the test.
+    del os.environ["SGLANG_CPU_OMP_THREADS_BIND"]
     gc.collect()
     gc.freeze()  # or each child's first collection copies every page that holds an object
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -146,3 +146,33 @@ def test_every_wait_between_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
         bounds.clear()
         hook.fn(None)
         assert bounds == dict.fromkeys(expected, CONFIG.exchange_timeout)
+
+
+@pytest.mark.parametrize("first", ["_check_processes", "running_phase_sigquit_handler", "wait"])
+def test_whoever_sees_a_rank_ended_first_tells_why(
+    monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """SGLang's watchdog, the handler of a server that runs, the wait of an FFN command: any of
+    them may end the command, and each of them alone must say why; together they say it once."""
+    noted: list[str] = []
+    monkeypatch.setattr(peers.causes, "note", lambda text, consequence: noted.append(text))
+    found = {hook.target.rpartition(".")[2]: hook.fn for hook in peers.hooks(CONFIG)}
+    controller, *ranks = [SimpleNamespace(exitcode=None) for _ in range(4)]
+    outcome = SimpleNamespace(block_until_scheduler_exits=lambda: None)
+    found["_launch_scheduler_processes"]((outcome, [controller, *ranks]))
+    found["_check_processes"](None)
+    assert not noted
+    ranks[2].exitcode = -9
+
+    def wait() -> None:
+        with pytest.raises(SystemExit):
+            outcome.block_until_scheduler_exits()
+
+    tellers = {**found, "wait": wait}
+    tellers[first](*[None] * (first == "_check_processes"))
+    told = ["FFN rank 0 (world rank 2) was ended by SIGKILL; restart the deployment"]
+    assert noted == told
+    found["_check_processes"](None)
+    found["running_phase_sigquit_handler"]()
+    wait()
+    assert noted == told
