@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from sglang_afd.attention.lanes import StepsInFlight
 from sglang_afd.config import AfdConfig, fingerprint
 from sglang_afd.dispatch.step_plan import Caps, PlanRow, StepPlan
 from sglang_afd.families import Family, MoeFacts
 from sglang_afd.families.family import FusedExperts
+from sglang_afd.lanes import StepsInFlight
 from sglang_afd.topology import Role, Topology
 
 

@@ -26,8 +26,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_afd.attention.lanes import StepEvent, spread
 from sglang_afd.context import RankContext
+from sglang_afd.lanes import StepEvent, spread
 from sglang_afd.upstream import quarantine
 
 

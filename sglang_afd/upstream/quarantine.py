@@ -1,6 +1,6 @@
 """Freed KV pages and request slots are handed out again only when no step may write to them.
 
-Several lanes' steps are under way at once (see `sglang_afd.attention.lanes`).  What is held counts
+Several lanes' steps are under way at once (see `sglang_afd.lanes`).  What is held counts
 as available, so that admission, eviction and leak checks see the numbers they would see with one
 lane; an allocation that needs it makes the stream wait for the steps.
 """
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sglang_afd.attention.lanes import Quarantine
 from sglang_afd.context import current
+from sglang_afd.lanes import Quarantine
 from sglang_afd.upstream.hooks import Hook, Kind
 
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"

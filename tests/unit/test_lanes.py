@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_afd.attention.lanes import Quarantine, StepsInFlight, spread
+from sglang_afd.lanes import Quarantine, StepsInFlight, spread
 
 pytestmark = pytest.mark.unit
 

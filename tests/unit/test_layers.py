@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # from the inside out; members of a layer do not know each other
     (
         *("topology", "kernels", "families", "addresses", "machine", "embedded", "observe"),
-        *("causes", "identity", "progress", "rollcall", "spec"),
+        *("causes", "identity", "lanes", "progress", "rollcall", "spec"),
     ),
     ("config", "dispatch", "model_fields"),
     ("command_line", "context", "ffn"),

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-from sglang_afd.attention.lanes import StepsInFlight
+from sglang_afd.lanes import StepsInFlight
 from sglang_afd.upstream import quarantine
 from sglang_afd.upstream.hooks import Hook, Kind
 from tests.unit.test_lanes import Step
