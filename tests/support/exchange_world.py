@@ -34,7 +34,7 @@ from sglang_afd.dispatch.transport import (
     Transport,
 )
 from sglang_afd.families import FAMILIES, MoeFacts
-from sglang_afd.ffn.serve import Experts, serve_step
+from sglang_afd.ffn.serve import Experts, serve_eagerly
 from sglang_afd.topology import Role, Topology
 
 CAPS = Caps(decode=5, bulk=8)
@@ -178,7 +178,8 @@ def _serve(
         return experts
 
     for step in range(run.steps):
-        serve_step(run.plan(step, rank), [of(layer) for layer in FACTS.layers], transport)
+        layers = [of(layer) for layer in FACTS.layers]
+        serve_eagerly(run.plan(step, rank), layers=layers, transport=transport)
 
 
 class Failing(NamedTuple):
