@@ -70,13 +70,13 @@ def test_zeroed_experts_change_the_answers(
     assert all(a.tokens != t.tokens for a, t in zip(answers, trained))
 
 
-@on(SMALL, *families(SMALL))
+@on(SMALL, *families(SMALL, wrapped=False), full=families(SMALL, wrapped=True))
 def test_small_caps(world: World, expect: Expect) -> None:
     """The whole workload, although a prompt takes chunks and a chunk takes slices."""
     check(world, expect, prompts(), 64)
 
 
-@on(SMALL, *families(SMALL))
+@on(SMALL, *families(SMALL, wrapped=False), full=families(SMALL, wrapped=True))
 def test_a_rank_left_idle(world: World, expect: Expect) -> None:
     """All requests on DP rank 1: rank 0 takes part in every exchange without a token."""
     answers = check(world, expect, prompts(), 24, routed_dp_rank=1)

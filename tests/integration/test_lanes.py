@@ -88,7 +88,7 @@ def nothing_left(world: World) -> None:
     assert wait_until(lambda: not any(used_tokens(world)), 10), used_tokens(world)
 
 
-@on(TWO, THREE, full=OTHERS)
+@on(TWO, full=(THREE, *OTHERS))
 def test_tokens_are_those_of_one_lane(world: World, layout: Layout, expect: Expect) -> None:
     """Mixed lengths at different times; prompts in chunks, chunks in slices."""
     before = counts(world, "steps")
@@ -179,7 +179,7 @@ def test_lanes_go_on_while_a_long_prompt_is_in_chunks(world: World, expect: Expe
     nothing_left(world)
 
 
-@on(TWO)
+@on(full=(TWO,))
 def test_pause_and_continue(world: World, expect: Expect) -> None:
     """In place and by taking everything back; requests of all lanes end right after it."""
     for mode in ("in_place", "retract"):
@@ -199,7 +199,7 @@ def test_pause_and_continue(world: World, expect: Expect) -> None:
     nothing_left(world)
 
 
-@on(TINY, TINY_THREE)
+@on(TINY, full=(TINY_THREE,))
 def test_too_little_memory_for_all(world: World, expect: Expect) -> None:
     """Requests are taken back and done again, from any lane; the last one of a lane is not lost."""
     asked = prompts([12, 10, 14], seed=68)

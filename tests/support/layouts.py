@@ -89,13 +89,17 @@ def lanes(layout: Layout, count: int, *flags: str) -> Layout:
     return replace(layout, flags=(*layout.flags, "--afd-lanes", str(count), *flags), note=note)
 
 
-def families(*layouts: Layout) -> tuple[Layout, ...]:
-    """`layouts`, serving the checkpoint of each row of `tests.support.families`."""
+def families(*layouts: Layout, wrapped: bool | None = None) -> tuple[Layout, ...]:
+    """`layouts`, serving the checkpoint of each row of `tests.support.families`.
+
+    Args:
+        wrapped: only rows whose checkpoint is one of `WRAPPED`, or only others; None: both.
+    """
     return tuple(
         layout.of(name)
         for name in ROWS
         for layout in layouts
-        if layout.attention or name not in WRAPPED
+        if (layout.attention or name not in WRAPPED) and wrapped in (None, name in WRAPPED)
     )
 
 
