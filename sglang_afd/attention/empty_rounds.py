@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_afd.dispatch.step_plan import Path, Round
+from sglang_afd.dispatch.step_plan import RECORDED
 from sglang_afd.dispatch.transport import RoutedRows, Transport
 
 
@@ -27,10 +27,9 @@ class EmptyRounds:
         # of a priority of its own, so that it is none of the streams that SGLang draws
         self._stream = torch.cuda.Stream(priority=-1)
         self._graph = torch.cuda.CUDAGraph()
-        round_ = Round(Path.DECODE, 0, ())
         with torch.cuda.graph(self._graph, stream=self._stream):
             for _ in range(layers):
-                transport.combine(transport.dispatch(rows, round_))
+                transport.combine(transport.dispatch(rows, RECORDED))
 
     def start(self, rounds: int) -> None:
         """Take part in that many rounds a layer, after what the current stream did so far."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from sglang_afd.attention.empty_rounds import EmptyRounds
 from sglang_afd.context import RankContext
-from sglang_afd.dispatch.step_plan import Path, Round, StepPlan
+from sglang_afd.dispatch.step_plan import RECORDED, Path, Round, StepPlan
 from sglang_afd.dispatch.transport import RoutedRows, Transport
 
 
@@ -38,11 +38,8 @@ class AttentionExchange:
             self._plan = plan
             self._layers_left = len(self._context.facts.layers)
             try:
-                if plan is None:
+                with nullcontext() if plan is None else self._rounds_of(plan):
                     yield
-                else:
-                    with self._rounds_of(plan):
-                        yield
             finally:
                 self._plan = None
         if plan is not None and self._layers_left:
@@ -85,8 +82,7 @@ class AttentionExchange:
             RuntimeError: the plan is not the one round that was recorded.
         """
         plan = self._plan
-        rounds = 1 if plan is None else len(plan.rounds_of(Path.DECODE))
-        if plan is not None and rounds != 1:
+        if plan is not None and (rounds := len(plan.rounds_of(Path.DECODE))) != 1:
             raise RuntimeError(
                 f"{self._context.name} replayed a graph of one round, but step {plan.step_id} has "
                 f"{rounds}; F ranks still wait for it"
@@ -104,8 +100,7 @@ class AttentionExchange:
                 f"--cuda-graph-max-bs-decode and --cuda-graph-bs-decode"
             )
         rows = RoutedRows(hidden, expert_ids, weights)
-        round_ = Round(Path.DECODE, 0, ())
-        return self._transport.combine(self._transport.dispatch(rows, round_))
+        return self._transport.combine(self._transport.dispatch(rows, RECORDED))
 
     def __call__(
         self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor

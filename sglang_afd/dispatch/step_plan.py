@@ -84,6 +84,10 @@ class Round(NamedTuple):
         return self.path is Path.DECODE or self.counts[rank] > 0
 
 
+RECORDED = Round(Path.DECODE, 0, ())
+"""A decode round as CUDA graphs hold it: how many rows there are is read on the device."""
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """What the world does in one step."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_afd.dispatch.step_plan import Path, Round, StepPlan
+from sglang_afd.dispatch.step_plan import RECORDED, Path, StepPlan
 from sglang_afd.dispatch.transport import Transport
 from sglang_afd.ffn.serve import Experts, serve_rounds
 
@@ -25,7 +25,7 @@ class GraphServer:
         self._stream = torch.cuda.Stream(priority=-1)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=self._stream):
-            serve_rounds([Round(Path.DECODE, 0, ())], layers, transport)
+            serve_rounds([RECORDED], layers, transport)
 
     def serve(self, plan: StepPlan) -> None:
         """Queue one forward of the A ranks; the device may still be at earlier ones."""

@@ -138,34 +138,9 @@ def transport_buffers(
     *,
     lanes: int = 1,
     block: int = _PREFILL_BLOCK,
+    passing: bool = True,
 ) -> tuple[float, float]:
-    """Bytes of the buffers on an attention and on an FFN rank, the rounds' tensors included."""
-    return _buffers(shape, transport, layout, cap, block, lanes, passing=True)
-
-
-def kept_buffers(
-    shape: ModelShape,
-    transport: str,
-    layout: Topology,
-    cap: int,
-    *,
-    lanes: int = 1,
-    block: int = _PREFILL_BLOCK,
-) -> tuple[float, float]:
-    """The same without the rounds' tensors."""
-    return _buffers(shape, transport, layout, cap, block, lanes, passing=False)
-
-
-def _buffers(
-    shape: ModelShape,
-    transport: str,
-    layout: Topology,
-    cap: int,
-    block: int,
-    lanes: int,
-    *,
-    passing: bool,
-) -> tuple[float, float]:
+    """Bytes of buffers on an attention and on an FFN rank; `passing`: the rounds' tensors too."""
     rows = Rows(
         num_experts=shape.experts,
         hidden_size=shape.hidden,

@@ -94,7 +94,9 @@ def _memory_rows() -> list[tuple[str, float, float]]:
                 }
             )
             for role, measured in zip(("attention", "ffn"), run["measured"], strict=True):
-                buffers = ledger.kept_buffers(shape, "deepep", topology, run["cap"])
+                buffers = ledger.transport_buffers(
+                    shape, "deepep", topology, run["cap"], passing=False
+                )
                 predicted = buffers[("attention", "ffn").index(role)]
                 what = f"{name} deepep T {run['cap']} H {run['hidden']} E {run['experts']} {role}"
                 rows.append((what, predicted, measured["transport"]))
