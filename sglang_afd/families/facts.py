@@ -12,6 +12,18 @@ class UnsupportedModel(ValueError):
     """A checkpoint that AFD cannot serve; the message says what is served."""
 
 
+def require(family: str, name: str, found: object, wanted: object) -> None:
+    """Check that a field of config.json, as the model classes understand it, is the one served.
+
+    Raises:
+        UnsupportedModel: it is not.
+    """
+    if found != wanted:
+        raise UnsupportedModel(
+            f"config.json has {name} {found!r}, and {family} is served with {wanted!r} alone"
+        )
+
+
 class ExpertTensor(NamedTuple):
     """A checkpoint tensor of one routed expert.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_afd.families.facts import MoeFacts, UnsupportedModel
+from sglang_afd.families.facts import MoeFacts, require
 from sglang_afd.families.family import (
     ExpertNames,
     Family,
@@ -28,11 +28,7 @@ def _facts(hf_config: Any) -> MoeFacts:
         UnsupportedModel: a field that SGLang goes by is not as in the published checkpoints.
     """
     for name, value in _REQUIRED.items():
-        found = getattr(hf_config, name)
-        if found != value:
-            raise UnsupportedModel(
-                f"config.json has {name} {found!r}, and MiniMax-M2 is served with {value!r} alone"
-            )
+        require("MiniMax-M2", name, getattr(hf_config, name), value)
     _ = hf_config.rotary_dim  # without it SGLang rotates whole heads
     return MoeFacts(
         layers=tuple(range(hf_config.num_hidden_layers)),

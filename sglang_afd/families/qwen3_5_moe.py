@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from sglang_afd.families.facts import MoeFacts, UnsupportedModel
+from sglang_afd.families.facts import MoeFacts, UnsupportedModel, require
 from sglang_afd.families.family import (
     ExpertNames,
     Family,
@@ -33,11 +33,7 @@ def _facts(hf_config: Any) -> MoeFacts:
         UnsupportedModel: SGLang and transformers would not build the same model of the fields.
     """
     for name, value in _REQUIRED.items():
-        found = getattr(hf_config, name, value)
-        if found != value:
-            raise UnsupportedModel(
-                f"config.json has {name} {found!r}, and Qwen3.5-MoE is served with {value!r} alone"
-            )
+        require("Qwen3.5-MoE", name, getattr(hf_config, name, value), value)
     if not hf_config.shared_expert_intermediate_size:
         raise UnsupportedModel(
             "config.json has shared_expert_intermediate_size 0, and Qwen3.5-MoE is served with a "
