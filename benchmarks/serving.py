@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.configuration import Serving
 from benchmarks.models import prepare
@@ -57,7 +57,30 @@ def measure(name: str, configuration: Serving, work: Path) -> dict[str, Any]:
     }
 
 
-def bench(server: Server, load: Serving, tokenizer: Path, work: Path) -> dict[str, Any]:
+class Load(NamedTuple):
+    """What is sent: `requests` of `input` + `output` tokens, `concurrency` at a time."""
+
+    input: int
+    output: int
+    requests: int
+    concurrency: int
+    seed: int
+    answer_seconds: float
+
+
+def bench_command(port: int, load: Load | Serving, tokenizer: Path, out: Path) -> list[str]:
+    """The command line that sends the load to the server at `port` and writes its figures."""
+    return [
+        *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"),
+        *("--host", "127.0.0.1", "--port", str(port), "--dataset-name", "random-ids"),
+        *("--random-input-len", str(load.input), "--random-output-len", str(load.output)),
+        *("--random-range-ratio", "1", "--num-prompts", str(load.requests), "--tokenize-prompt"),
+        *("--max-concurrency", str(load.concurrency), "--seed", str(load.seed % 2**31)),
+        *("--tokenizer", str(tokenizer), "--output-file", str(out)),
+    ]
+
+
+def bench(server: Server, load: Load | Serving, tokenizer: Path, work: Path) -> dict[str, Any]:
     """bench_serving's figures, those of `KEPT`.
 
     Raises:
@@ -65,14 +88,7 @@ def bench(server: Server, load: Serving, tokenizer: Path, work: Path) -> dict[st
     """
     file = work / f"{server.name}-bench.jsonl"
     file.unlink(missing_ok=True)
-    command = [
-        *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"),
-        *("--host", "127.0.0.1", "--port", str(server.port), "--dataset-name", "random-ids"),
-        *("--random-input-len", str(load.input), "--random-output-len", str(load.output)),
-        *("--random-range-ratio", "1", "--num-prompts", str(load.requests), "--tokenize-prompt"),
-        *("--max-concurrency", str(load.concurrency), "--seed", str(load.seed % 2**31)),
-        *("--tokenizer", str(tokenizer), "--output-file", str(file)),
-    ]
+    command = bench_command(server.port, load, tokenizer, file)
     log = work / f"{server.name}-bench.log"
     with log.open("w") as out:
         try:

@@ -22,8 +22,6 @@ import argparse
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -40,6 +38,7 @@ import torch
 from benchmarks.fp8 import quantise_checkpoint
 from benchmarks.models import write_tokenizer
 from benchmarks.progress import say, starting
+from benchmarks.serving import Load, bench, bench_command
 from sglang_afd import embedded
 from sglang_afd.running import Server, free_port, serve, start
 from sglang_afd.validate import environment
@@ -53,6 +52,7 @@ SEED = 20261130
 DTYPES = ("bf16", "fp8")
 LENGTHS = (3, 9, 17, 33, 64, 130, 200, 300, 470, 600, 777, 900)
 TOKENS = 64
+LOAD = Load(input=512, output=64, requests=512, concurrency=256, seed=SEED, answer_seconds=240)
 START = 280
 """Seconds for one start. DeepGEMM and Triton compile their kernels in the first forward."""
 COMMON = [
@@ -308,27 +308,9 @@ def load(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
     with afd.serve("load-afd", args, port=free_port(), logs=out) as server:
         say(f"load-afd started in {server.start_seconds:.0f} s; bench_serving runs")
         holdings = server.call("/server_info")["internal_states"][0]["afd"]
-        bench = _bench(server, model, out)
-    return {"start_seconds": server.start_seconds, "afd": holdings, "bench_serving": bench}
-
-
-def _bench(server: Server, model: Path, out: Path) -> dict[str, Any]:
-    file = out / "bench_serving.jsonl"
-    command = [
-        *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"),
-        *("--host", "127.0.0.1", "--port", str(server.port), "--dataset-name", "random-ids"),
-        *("--random-input-len", "512", "--random-output-len", "64", "--random-range-ratio", "1"),
-        *("--num-prompts", "512", "--max-concurrency", "256", "--tokenize-prompt"),
-        *("--seed", str(SEED % 2**31), "--tokenizer", str(model), "--output-file", str(file)),
-    ]
-    with (out / "bench_serving.log").open("w") as log:
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=240)
-    if done.returncode:
-        raise RuntimeError(f"bench_serving ended with {done.returncode}; see bench_serving.log")
-    result = json.loads(file.read_text().splitlines()[-1])
-    keep = ("completed", "total_output_tokens", "duration", "max_concurrency", "concurrency",
-            "output_throughput", "mean_ttft_ms", "median_tpot_ms", "p99_tpot_ms")  # fmt: skip
-    return {"command": command[1:], **{key: result.get(key) for key in keep}}
+        command = bench_command(server.port, LOAD, model, out / "load-afd-bench.jsonl")
+        figures = {"command": command[1:], **bench(server, LOAD, model, out)}
+    return {"start_seconds": server.start_seconds, "afd": holdings, "bench_serving": figures}
 
 
 PARTS: dict[str, Callable[[Path, Path, Deployment], dict[str, Any]]] = {
