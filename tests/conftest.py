@@ -31,7 +31,10 @@ _STARTS = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Bring tests of one layout together, in order of first appearance; others keep theirs."""
+    """Bring tests of one layout together, in order of first appearance; others keep theirs.
+
+    With ``--dist loadgroup`` one process runs all tests of a layout, or of a file's others.
+    """
     first: dict[Layout | None, int] = {}
     for index, item in enumerate(items):
         layout = _layout(item)
@@ -39,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             first.setdefault(layout, index)
     places = {id(item): first.get(_layout(item), index) for index, item in enumerate(items)}
     items.sort(key=lambda item: places[id(item)])
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(str(_layout(item) or item.path.stem)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -9,6 +9,10 @@ MAX_TOTAL_TOKENS = 16384
 """KV pool of each rank, in tokens.  SGLang would size it from the free memory of the whole machine,
 in each rank again: gigabytes for a small model."""
 
+MAX_STATES = 160
+"""Linear attention's states of each rank that holds requests, for the same reason: SGLang takes
+five a request, so that 32 requests run at once."""
+
 BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 """Which cores each rank is bound to."""
 

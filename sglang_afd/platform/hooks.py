@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sglang_afd.platform import delta_net
-from sglang_afd.platform.defaults import BIND, parse_cores
+from sglang_afd.platform.defaults import BIND, MAX_STATES, parse_cores
 from sglang_afd.upstream.hooks import Hook, Kind
 
 
@@ -158,6 +158,16 @@ DELTA_NET: dict[str, Callable[..., Any]] = {
 }
 """SGLang's Triton kernels of gated DeltaNet and of what is around it -> the same in PyTorch."""
 
+
+def bound_states(configurator: Any, *_: Any) -> None:
+    """Let linear attention keep `MAX_STATES` states a rank, unless their number was given."""
+    from sglang.srt.runtime_context import get_context, get_schedule
+
+    if get_schedule().max_mamba_cache_size is None:
+        states = MAX_STATES * configurator.attn_dp_size  # SGLang shares them out
+        get_context().override("sglang_afd", max_mamba_cache_size=states)
+
+
 HOOKS: tuple[Hook, ...] = (
     *(
         Hook(f"sglang.kernels.ops.{target}", Kind.REPLACE, fn, "Qwen3.5 runs a Triton kernel")
@@ -168,6 +178,12 @@ HOOKS: tuple[Hook, ...] = (
         Kind.REPLACE,
         bind_threads,
         "threads are bound by sgl-kernel, or not at all; ranks then fight for cores",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
+        Kind.BEFORE,
+        bound_states,
+        "each rank would take its share of the whole machine's free memory for states",
     ),
     Hook(
         "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",

@@ -25,12 +25,12 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 WAKE = b"sglang_afd: wake"
 """Message to rank 0: another rank has work."""
 
-LONGEST_WAIT_MS = 1000
-"""As long as SGLang's own `--sleep-on-idle`.  An iteration takes every rank 2 ms of CPU when it
-follows the last at once, and 5 to 20 ms after a pause in which the caches were lost (measured on
-two virtual cores): at ten iterations a second three ranks used up to a quarter of the cores."""
+LONGEST_WAIT_MS = 3000
+"""An iteration takes every rank 2 ms of CPU when it follows the last at once, and 5 to 80 ms after
+a pause in which the caches were lost (measured on two virtual cores, differing by the hour): at ten
+iterations a second three ranks used up to a quarter of the cores, at one up to an eighth."""
 
-_IDLE_MS_PER_WAIT_MS = 8
+_IDLE_MS_PER_WAIT_MS = 4
 """The wait is this fraction of the idle time: what becomes ready without a message (a compiled
 grammar, for one) is seen at most that much later than it took."""
 

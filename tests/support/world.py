@@ -27,6 +27,9 @@ from tests.support.processes import (
 
 ZYGOTE_START = 120.0  # seconds; imports take 12 to 25 on a quiet machine
 WORLD_START = 90.0  # seconds; a world is up in 8 to 15 on a quiet machine
+MEMORY = 2 * 2**30
+"""Bytes that one process may hold: 0.9 GiB is usual; no pool is sized by the machine's memory, or
+a second world beside this one runs out of it."""
 STOP = 40.0  # seconds; SGLang polls for SIGTERM every 5 s, then drains and ends its ranks
 
 
@@ -175,11 +178,16 @@ class World(Client):
         return code
 
     def stop(self) -> None:
-        """End the server as an operator does; it must end clean and leave nothing behind."""
+        """End the server as an operator does.
+
+        It must have held less than `MEMORY`, end clean and leave nothing behind.
+        """
+        sizes = {p.pid: p.memory_info().rss for p in self.processes()}
         if self.exit_code is None:
             os.kill(self.pid, signal.SIGTERM)
         code = self.wait_ended(STOP)
         assert code == 0, f"the server ended with {code}:\n{self.tail()}"
+        assert all(size < MEMORY for size in sizes.values()), f"bytes by process: {sizes}"
 
     def kill(self) -> None:
         """End the server at once, without asking whether it is well."""
