@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin/python
 PYTEST := $(VENV) -m pytest
-# Unit tests are independent processes' work; integration tests start ranks that fill the cores.
+# Processes that run tests; those that share a server (or a file) stay on one of them.
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
@@ -35,11 +35,11 @@ lint: setup
 
 test: lint
 	$(PYTEST) tests/unit tests/upstream -m 'not full' -n $(WORKERS) --durations=20 --junit-xml=reports/unit.xml
-	$(PYTEST) tests/integration -m 'not full' --durations=30 --junit-xml=reports/integration.xml
+	$(PYTEST) tests/integration -m 'not full' -n $(WORKERS) --dist loadgroup --durations=30 --junit-xml=reports/integration.xml
 
 # The record is written for a failed run too, and the run's exit code is kept.
 test-full: lint
-	$(PYTEST) tests --durations=50 --junit-xml=reports/full.xml; status=$$?; \
+	$(PYTEST) tests -n $(WORKERS) --dist loadgroup --durations=50 --junit-xml=reports/full.xml; status=$$?; \
 	$(VENV) tools/test_record.py reports/full.xml tests/records && exit $$status
 
 format: setup

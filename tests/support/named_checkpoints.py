@@ -67,7 +67,12 @@ def directory(name: str, folder: Path) -> Path:
             seeded_family(draft, name, **dimensions)
         else:
             seeded_qwen3_moe(draft, **dimensions)
-        draft.rename(target)
+        try:
+            draft.rename(target)
+        except OSError:  # another process has made it in the meantime
+            if not target.exists():
+                raise
+            shutil.rmtree(draft)
     return target
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,10 @@ Expect = Callable[[Sequence[Prompt], int], list[Expected]]
 
 
 class References:
-    """Greedy continuations in float32, computed once for a checkpoint and kept on disk."""
+    """Greedy continuations in float32, computed once for a checkpoint and kept on disk.
+
+    A kept one gives the shorter ones of its prompt too.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -44,13 +48,15 @@ class References:
 
     def _one(self, checkpoint: Path, prompt: Prompt, new_tokens: int) -> Expected:
         question = hashlib.sha256(self._hash(checkpoint))
-        question.update(json.dumps([prompt, new_tokens]).encode())
+        question.update(json.dumps(["longest", prompt]).encode())
         file = self._folder / f"{question.hexdigest()[:32]}.json"
-        if not file.exists():
-            answer = _generate(self._model(checkpoint), prompt, new_tokens)
-            file.write_text(json.dumps([answer.tokens, answer.logprobs]))
-        tokens, logprobs = json.loads(file.read_text())
-        return Expected(tuple(tokens), tuple(logprobs))
+        tokens, logprobs = json.loads(file.read_text()) if file.exists() else ([], [])
+        if len(tokens) < new_tokens:
+            tokens, logprobs = _generate(self._model(checkpoint), prompt, new_tokens)
+            draft = file.with_suffix(f".{os.getpid()}")
+            draft.write_text(json.dumps([tokens, logprobs]))
+            draft.replace(file)  # whole at any time: other processes read here too
+        return Expected(tuple(tokens[:new_tokens]), tuple(logprobs[:new_tokens]))
 
     def _hash(self, checkpoint: Path) -> bytes:
         if checkpoint not in self._hashes:
@@ -99,7 +105,7 @@ def check(
     return answers
 
 
-def _generate(model: Any, prompt: Prompt, new_tokens: int) -> Expected:
+def _generate(model: Any, prompt: Prompt, new_tokens: int) -> tuple[list[int], list[float]]:
     import torch
 
     tokens: list[int] = []
@@ -113,4 +119,4 @@ def _generate(model: Any, prompt: Prompt, new_tokens: int) -> Expected:
             tokens.append(int(row.argmax()))
             logprobs.append(float(row[tokens[-1]]))
             step = torch.tensor([[tokens[-1]]])
-    return Expected(tuple(tokens), tuple(logprobs))
+    return tokens, logprobs
