@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from sglang_afd.config import AfdConfig, fingerprint
 from sglang_afd.dispatch.step_plan import Caps, PlanRow, StepPlan
 from sglang_afd.families import Family, MoeFacts
 from sglang_afd.families.family import FusedExperts
 from sglang_afd.lanes import StepsInFlight
+from sglang_afd.observe.stages import DeviceClock, HostClock, Stage, StepTimer
 from sglang_afd.topology import Role, Topology
 
 
@@ -45,6 +48,13 @@ class RankContext:
 
     def __post_init__(self) -> None:
         self.config_hash = fingerprint(self.agreement)
+        ffn = self.role is Role.FFN
+        self.timer = StepTimer(
+            Stage.EXPERTS if ffn else Stage.ATTENTION,
+            DeviceClock if torch.cuda.is_available() else HostClock,
+            rank=None if ffn else self.rank,
+            experts=len(self.owned_experts) if ffn else 0,
+        )
 
     @property
     def topology(self) -> Topology:

@@ -11,6 +11,7 @@ from sglang_afd.attention.empty_rounds import EmptyRounds
 from sglang_afd.context import RankContext
 from sglang_afd.dispatch.step_plan import RECORDED, Path, Round, StepPlan
 from sglang_afd.dispatch.transport import RoutedRows, Transport
+from sglang_afd.observe.stages import Stage
 
 
 class AttentionExchange:
@@ -52,15 +53,17 @@ class AttentionExchange:
     @contextmanager
     def _rounds_of(self, plan: StepPlan) -> Iterator[None]:
         """Settle which rounds the forward's layers go through, and start those that none does."""
-        self._rounds = plan.rounds
-        empty = self._empty_rounds
-        if empty is None or plan.rows_of(Path.DECODE, self._context.rank):
+        rank, empty = self._context.rank, self._empty_rounds
+        if empty is None or plan.rows_of(Path.DECODE, rank):
+            self._rounds, empty = plan.rounds, None
+        else:
+            self._rounds = plan.rounds_of(Path.BULK)
+            empty.start(len(plan.rounds_of(Path.DECODE)))
+        joined = tuple(round_ for round_ in self._rounds if round_.joins(rank))
+        with self._context.timer.step(plan, joined):
             yield
-            return
-        self._rounds = plan.rounds_of(Path.BULK)
-        empty.start(len(plan.rounds_of(Path.DECODE)))
-        yield
-        empty.finish()
+        if empty is not None:
+            empty.finish()
 
     def skips(self) -> bool:
         """Take part in a step in which this rank has no rows, if that needs no forward.
@@ -142,10 +145,13 @@ class AttentionExchange:
                 f"got {hidden.shape[0]}"
             )
         self._layers_left -= 1
-        parts = [hidden[:0]]
+        parts, timer = [hidden[:0]], self._context.timer
         for round_ in self._rounds:
             if round_.joins(rank):
                 mine = round_.rows_of(rank)
                 rows = RoutedRows(hidden[mine], expert_ids[mine], weights[mine])
-                parts.append(self._transport.combine(self._transport.dispatch(rows, round_)))
+                with timer.stage(Stage.DISPATCH):
+                    sent = self._transport.dispatch(rows, round_)
+                with timer.stage(Stage.COMBINE):
+                    parts.append(self._transport.combine(sent))
         return parts[-1] if len(parts) == 2 else torch.cat(parts)

@@ -16,6 +16,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
     from sglang_afd.upstream import (
         arguments,
         ending,
+        endpoints,
         expert_layers,
         graphs,
         holdings,
@@ -32,6 +33,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         refusals,
         routing,
         step_sync,
+        telemetry,
         text_only,
     )
 
@@ -49,6 +51,8 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *loading.HOOKS,
         *memory.HOOKS,
         *holdings.HOOKS,
+        *telemetry.hooks(),
+        *endpoints.HOOKS,
         *lanes.hooks(config),
         *idle.HOOKS,
         *refusals.HOOKS,

@@ -98,9 +98,13 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             for batch in transport.samples():
                 experts[0](batch)
             if graphs.wanted(transport):
-                serve_plan = measure_graphs(lambda: GraphServer(experts, transport)).serve
+                serve_plan = measure_graphs(
+                    lambda: GraphServer(experts, transport, context.timer)
+                ).serve
             else:
-                serve_plan = partial(serve_eagerly, layers=experts, transport=transport)
+                serve_plan = partial(
+                    serve_eagerly, layers=experts, transport=transport, timer=context.timer
+                )
         elif graphs.wanted(transport):
             rows = no_rows(context, scheduler.model_config.dtype, runner.device)
             layers = len(context.facts.layers)

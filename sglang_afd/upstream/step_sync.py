@@ -51,6 +51,7 @@ def _read_plan(_: None, info: Any, *args: Any, **kwargs: Any) -> None:
         context.rank,
         context.row,
     )
+    context.timer.agreed(plan)
     # SGLang lets no rank replay a graph while one extends; here every rank's exchange is its own.
     extends = plan.kinds[context.rank] is StepKind.EXTEND
     info.can_run_decode_cuda_graph = not extends and len(plan.rounds_of(Path.DECODE)) == 1

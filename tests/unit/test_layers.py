@@ -14,10 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: tuple[tuple[str, ...], ...] = (
     # from the inside out; members of a layer do not know each other
     (
-        *("topology", "kernels", "families", "addresses", "machine", "embedded", "observe"),
+        *("topology", "kernels", "families", "addresses", "machine", "embedded"),
         *("causes", "identity", "lanes", "progress", "rollcall", "spec"),
     ),
     ("config", "dispatch", "model_fields"),
+    ("observe",),
     ("command_line", "context", "ffn"),
     ("attention", "checkpoint", "flags", "transports"),
     ("facts", "features"),
@@ -28,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gate",),
     ("plugin",),
     ("start",),
-    ("check", "demo", "engine", "launch_server", "validate"),
+    ("check", "demo", "engine", "launch_server", "trace", "validate"),
     ("__init__",),
 )
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}

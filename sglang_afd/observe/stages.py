@@ -1,0 +1,263 @@
+"""The stages of a step on one rank: when it computed, sent, and waited for the other role.
+
+A step of an A rank is attention (all that the model does outside of its experts), dispatch and
+combine; one of an F rank is receive, experts and reply.  The exchange's stages are marked as they
+begin and end; what lies between them is the role's own work.  A decode round that is replayed from
+a CUDA graph passes no mark, so such a step has a beginning and an end alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from sglang_afd.dispatch.step_plan import Path, Round, StepPlan
+from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
+
+
+class Stage(StrEnum):
+    """What a rank does in a part of its step."""
+
+    ATTENTION = "attention"
+    DISPATCH = "dispatch"
+    COMBINE = "combine"
+    """A: waiting for F's rows, and summing them."""
+    RECEIVE = "receive"
+    """F: waiting for A's rows, and taking them in."""
+    EXPERTS = "experts"
+    REPLY = "reply"
+
+
+EXCHANGE = (Stage.DISPATCH, Stage.COMBINE, Stage.RECEIVE, Stage.REPLY)
+"""Stages in which a rank does none of its role's own work."""
+
+
+class Span(NamedTuple):
+    """A stage's beginning and end, in seconds of the rank's clock."""
+
+    stage: Stage
+    start: float
+    end: float
+
+
+class StepTimes(NamedTuple):
+    """One step of one rank, or one path of it where paths run beside each other."""
+
+    plan: StepPlan
+    rounds: tuple[Round, ...]
+    """The exchanges of every MoE layer that the rank took part in; at least one."""
+    rows: int
+    """Of this rank in every layer of them; on F those of all ranks."""
+    agreed: float
+    """When the ranks agreed on the plan, in seconds of `time.monotonic`."""
+    start: float
+    end: float
+    interval: float | None
+    """Seconds from the beginning of the lane's step before; None if the rank had none there in
+    between, or nobody had any."""
+    spans: tuple[Span, ...]
+    """Without gaps from `start` to `end`; empty if the step was replayed from a graph."""
+    loads: torch.Tensor | None
+    """F: [exchanges, E_local] int64 on the host, rows that each expert got; None if replayed."""
+
+    def seconds(self, *stages: Stage) -> float:
+        """Time spent in `stages`."""
+        return sum(span.end - span.start for span in self.spans if span.stage in stages)
+
+
+class Clock(Protocol):
+    """Tells when the work submitted so far has been done."""
+
+    def mark(self) -> Any:
+        """The present moment, as the clock can tell without waiting for a device."""
+
+    def passed(self, mark: Any) -> bool:
+        """Whether `mark`, the last one given, can be told in seconds yet."""
+
+    def seconds(self, mark: Any) -> float:
+        """A mark in seconds of `time.monotonic`; marks are asked for in the order they came."""
+
+
+class HostClock:
+    """Work that has been submitted has been done: the CPU's clock."""
+
+    def mark(self) -> float:
+        """Now."""
+        return time.monotonic()
+
+    def passed(self, mark: float) -> bool:
+        """It always has."""
+        return True
+
+    def seconds(self, mark: float) -> float:
+        """The mark itself."""
+        return mark
+
+
+class DeviceClock:
+    """Marks in the current CUDA stream; seconds grow from a moment at which the device was idle."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._last, self._seconds = self.mark(), time.monotonic()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event in the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        """Whether the stream has come to it."""
+        return mark.query()
+
+    def seconds(self, mark: torch.cuda.Event) -> float:
+        """From mark to mark: the difference of far ones would lose its digits."""
+        self._seconds += self._last.elapsed_time(mark) / 1000
+        self._last = mark
+        return self._seconds
+
+
+class _Open(NamedTuple):
+    plan: StepPlan
+    rounds: tuple[Round, ...]
+    rows: int
+    agreed: float
+    follows: bool
+    start: Any
+    marks: list[tuple[Stage, Any, Any]]
+    loads: list[torch.Tensor]
+
+
+class StepTimer:
+    """Times this rank's steps, for those who asked; costs next to nothing while nobody does."""
+
+    def __init__(
+        self, own_work: Stage, clock: Callable[[], Clock], *, rank: int | None, experts: int
+    ) -> None:
+        """Make a timer that nobody listens to.
+
+        Args:
+            own_work: what the rank does outside of the exchange.
+            clock: makes its clock, when somebody first listens.
+            rank: whose rows are its work; None: everybody's are.
+            experts: how many it has of a layer.
+        """
+        self._own_work, self._make_clock, self._rank = own_work, clock, rank
+        self._experts = experts
+        self._clock: Clock | None = None
+        self._listeners: tuple[Callable[[StepTimes], None], ...] = ()
+        self._open: _Open | None = None
+        self._ended: deque[tuple[_Open, Any]] = deque()
+        self._agreed = 0.0
+        self._going: set[tuple[int, Path]] = set()
+        self._starts: dict[tuple[int, Path], float] = {}
+
+    def listen(self, listener: Callable[[StepTimes], None]) -> None:
+        """Tell `listener` of every step from the next one on, in order, some steps later."""
+        self._clock = self._clock or self._make_clock()
+        self._listeners = (*self._listeners, listener)
+
+    def forget(self, listener: Callable[[StepTimes], None]) -> None:
+        """Tell `listener` no more."""
+        self._listeners = tuple(other for other in self._listeners if other != listener)
+
+    def agreed(self, plan: StepPlan) -> None:
+        """The ranks have agreed on the next step's plan."""
+        self._agreed = time.monotonic()
+        if not any(plan.rows) and not plan.work:
+            self._going.clear()
+        elif not self._own(plan.rows):
+            self._going -= {(plan.lane, path) for path in Path}
+        if self._clock is not None:
+            self._tell(self._clock)  # of the last steps before a pause
+
+    @contextmanager
+    def step(self, plan: StepPlan, rounds: tuple[Round, ...]) -> Iterator[None]:
+        """Time what the current stream does for a step, if this rank has rows in `rounds`."""
+        clock, rows = self._clock, sum(self._own(round_.counts) for round_ in rounds)
+        if clock is None or not self._listeners or not rows:
+            yield
+            return
+        key = _key(plan, rounds)
+        self._open = opened = _Open(
+            plan, rounds, rows, self._agreed, key in self._going, clock.mark(), [], []
+        )
+        self._going.add(key)
+        try:
+            yield
+        finally:
+            self._open = None
+        self._ended.append((opened, clock.mark()))
+        self._tell(clock)
+
+    def stage(self, stage: Stage) -> AbstractContextManager[None]:
+        """A stage of the exchange; not noted outside of a step that is timed."""
+        if self._open is None or self._clock is None:
+            return nullcontext()
+        return self._noted(stage, self._open, self._clock)
+
+    def received(self, batch: RowBatch | MaskedBatch) -> None:
+        """Count what each expert got; as `stage`, only in a step that is timed."""
+        if self._open is not None:
+            self._open.loads.append(expert_rows(batch, self._experts))
+
+    @contextmanager
+    def _noted(self, stage: Stage, opened: _Open, clock: Clock) -> Iterator[None]:
+        start = clock.mark()
+        yield
+        opened.marks.append((stage, start, clock.mark()))
+
+    def _own(self, counts: tuple[int, ...]) -> int:
+        return sum(counts) if self._rank is None else counts[self._rank]
+
+    def _tell(self, clock: Clock) -> None:
+        while self._ended and clock.passed(self._ended[0][1]):
+            opened, end = self._ended.popleft()
+            times = self._times(opened, end, clock)
+            for listener in self._listeners:
+                listener(times)
+
+    def _times(self, opened: _Open, end: Any, clock: Clock) -> StepTimes:
+        begun = at = clock.seconds(opened.start)
+        spans = []
+        for stage, first, last in opened.marks:
+            start, stop = clock.seconds(first), clock.seconds(last)
+            spans += [Span(self._own_work, at, start), Span(stage, start, stop)]
+            at = stop
+        finished = clock.seconds(end)
+        if spans:
+            spans.append(Span(self._own_work, at, finished))
+        key = _key(opened.plan, opened.rounds)
+        before = self._starts.get(key)
+        self._starts[key] = begun
+        return StepTimes(
+            opened.plan,
+            opened.rounds,
+            opened.rows,
+            opened.agreed,
+            begun,
+            finished,
+            begun - before if opened.follows and before is not None else None,
+            tuple(spans),
+            torch.stack(opened.loads).cpu() if opened.loads else None,
+        )
+
+
+def _key(plan: StepPlan, rounds: tuple[Round, ...]) -> tuple[int, Path]:
+    return plan.lane, rounds[0].path
+
+
+def expert_rows(batch: RowBatch | MaskedBatch, experts: int) -> torch.Tensor:
+    """Rows that each of an F rank's experts has in a batch: [experts] int64, on its device."""
+    if isinstance(batch, MaskedBatch):
+        return batch.counts.to(torch.int64)
+    places = batch.expert_ids.flatten().to(torch.int64) + 1  # -1, no expert, counts at place 0
+    counts = places.new_zeros(experts + 1)
+    return counts.scatter_add_(0, places, torch.ones_like(places))[1:]
