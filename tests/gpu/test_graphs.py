@@ -22,6 +22,7 @@ from sglang_afd.dispatch.step_plan import Caps, Path, StepKind, StepPlan
 from sglang_afd.dispatch.transport import MaskedBatch, RoutedRows, RowBatch
 from sglang_afd.families import FAMILIES, MoeFacts
 from sglang_afd.ffn.graph import GraphServer
+from sglang_afd.observe.stages import HostClock, Stage, StepTimer
 from sglang_afd.topology import Topology
 from tests.support.local_ends import expected, random_rows, run_experts
 
@@ -29,6 +30,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+TIMER = StepTimer(Stage.EXPERTS, HostClock, rank=None, experts=1)  # nobody listens
 
 SEED = int(os.environ.get("SEED", random.randrange(2**31)))
 STEPS = int(os.environ.get("STEPS", 200))
@@ -149,7 +152,7 @@ def test_replays_and_eager_steps_give_the_same_bits(attention_ranks: int) -> Non
     topology = config.topology
     transports = make_transports(topology)
     exchange_once(topology, transports)
-    server = GraphServer([run_layer] * LAYERS, transports[-1])
+    server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER)
     ranks = [
         AttentionRank(config, rank, transport) for rank, transport in enumerate(transports[:-1])
     ]
@@ -185,7 +188,7 @@ def test_a_prefill_does_not_hold_up_the_decode_of_others() -> None:
     topology = config.topology
     transports = make_transports(topology)
     exchange_once(topology, transports)
-    server = GraphServer([run_layer] * LAYERS, transports[-1])
+    server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER)
     decoding, extending = (
         AttentionRank(config, rank, transport) for rank, transport in enumerate(transports[:-1])
     )

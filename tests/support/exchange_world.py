@@ -35,6 +35,7 @@ from sglang_afd.dispatch.transport import (
 )
 from sglang_afd.families import FAMILIES, MoeFacts
 from sglang_afd.ffn.serve import Experts, serve_eagerly
+from sglang_afd.observe.stages import HostClock, Stage, StepTimer
 from sglang_afd.topology import Role, Topology
 
 CAPS = Caps(decode=5, bulk=8)
@@ -177,9 +178,10 @@ def _serve(
 
         return experts
 
+    timer = StepTimer(Stage.EXPERTS, HostClock, rank=None, experts=len(owned))
     for step in range(run.steps):
         layers = [of(layer) for layer in FACTS.layers]
-        serve_eagerly(run.plan(step, rank), layers=layers, transport=transport)
+        serve_eagerly(run.plan(step, rank), layers=layers, transport=transport, timer=timer)
 
 
 class Failing(NamedTuple):

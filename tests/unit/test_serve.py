@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sglang_afd.dispatch.step_plan import Caps, Round, StepKind, StepPlan
 from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
 from sglang_afd.ffn.serve import Experts, serve_eagerly
+from sglang_afd.observe.stages import HostClock, Stage, StepTimer
 
 pytestmark = pytest.mark.unit
 
@@ -46,7 +47,9 @@ def test_every_round_of_every_layer_is_answered_in_order(
     kinds = [StepKind.EXTEND if index % 2 else StepKind.DECODE for index in range(len(rows) + 1)]
     plan = StepPlan(0, tuple(kinds), (*rows, 0), Caps(cap, 2 * cap))
     transport = Recorder()
-    serve_eagerly(plan, layers=[layer(number) for number in range(layers)], transport=transport)
+    timer = StepTimer(Stage.EXPERTS, HostClock, rank=None, experts=1)
+    layered = [layer(number) for number in range(layers)]
+    serve_eagerly(plan, layers=layered, transport=transport, timer=timer)
     rounds = list(plan.rounds)
     assert transport.rounds == rounds * layers
     assert transport.replies == [

@@ -1,0 +1,177 @@
+"""Stages of a step: marks become spans without gaps, in the order and the time they happened."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_afd.dispatch.step_plan import Caps, StepKind, StepPlan
+from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
+from sglang_afd.observe.stages import (
+    EXCHANGE,
+    Stage,
+    StepTimer,
+    StepTimes,
+    expert_rows,
+)
+
+pytestmark = pytest.mark.unit
+
+CAPS = Caps(4, 16)
+
+
+class FakeClock:
+    """Its marks are moments of `now`; those after `done` have not passed yet, as on a device."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.done = math.inf
+
+    def mark(self) -> float:
+        return self.now
+
+    def passed(self, mark: float) -> bool:
+        return mark <= self.done
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+
+def plan(
+    step: int, *rows: int, lane: int = 0, work: int = 0, kind: StepKind = StepKind.DECODE
+) -> StepPlan:
+    kinds = tuple(kind if count else StepKind.IDLE for count in rows)
+    return StepPlan(step, kinds, rows, CAPS, lane, work)
+
+
+class Rank:
+    """A timer of world rank 0 of 2, and what it told."""
+
+    def __init__(self, rank: int | None = 0) -> None:
+        self.clock = FakeClock()
+        self.told: list[StepTimes] = []
+        self.timer = StepTimer(Stage.ATTENTION, lambda: self.clock, rank=rank, experts=3)
+        self.timer.listen(self.told.append)
+
+    def run(self, agreed: StepPlan, seconds: float = 1.0) -> None:
+        """A step with one exchange, of three equal parts."""
+        self.timer.agreed(agreed)
+        with self.timer.step(agreed, agreed.rounds):
+            self.clock.now += seconds / 3
+            with self.timer.stage(Stage.DISPATCH):
+                self.clock.now += seconds / 3
+            with self.timer.stage(Stage.COMBINE):
+                self.clock.now += seconds / 3
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9), st.floats(0, 9)), max_size=5))
+def test_spans_have_no_gaps(exchanges: list[tuple[float, float, float]]) -> None:
+    rank = Rank()
+    agreed = plan(0, 2, 0)
+    with rank.timer.step(agreed, agreed.rounds):
+        for own, dispatch, combine in exchanges:
+            rank.clock.now += own
+            with rank.timer.stage(Stage.DISPATCH):
+                rank.clock.now += dispatch
+            with rank.timer.stage(Stage.COMBINE):
+                rank.clock.now += combine
+        rank.clock.now += 1
+    [times] = rank.told
+    assert times.end - times.start == pytest.approx(sum(map(sum, exchanges)) + 1)
+    assert times.seconds(*EXCHANGE) == pytest.approx(sum(d + c for _, d, c in exchanges))
+    ends = [times.start, *(span.end for span in times.spans)]
+    assert [span.start for span in times.spans] == ends[:-1]
+    assert ends[-1] == (times.end if exchanges else times.start)
+    assert len(times.spans) == (4 * len(exchanges) + 1 if exchanges else 0)
+
+
+def test_a_device_tells_later_and_in_order() -> None:
+    rank = Rank()
+    rank.clock.done = 100.5
+    rank.run(plan(0, 1, 0))
+    rank.run(plan(1, 1, 0))
+    assert not rank.told
+    rank.clock.done = 101.5
+    rank.timer.agreed(plan(2, 0, 0))
+    assert [times.plan.step_id for times in rank.told] == [0]
+    rank.clock.done = math.inf
+    rank.timer.agreed(plan(3, 0, 0))
+    assert [times.plan.step_id for times in rank.told] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("between", "known"),
+    [
+        ([], True),
+        ([plan(1, 0, 0)], False),  # nobody had anything
+        ([plan(1, 0, 3)], False),  # this rank had nothing
+        ([plan(1, 0, 3, lane=1)], True),  # in another lane
+        ([plan(1, 0, 0, lane=1, work=1)], True),
+        ([plan(1, 0, 0, lane=1, work=0)], False),
+    ],
+)
+def test_an_interval_has_no_pause_in_it(between: list[StepPlan], known: bool) -> None:
+    rank = Rank()
+    rank.run(plan(0, 1, 0))
+    for agreed in between:
+        rank.timer.agreed(agreed)
+    rank.clock.now += 0.5
+    rank.run(plan(2, 1, 0))
+    first, second = rank.told
+    assert first.interval is None
+    assert second.interval == (pytest.approx(1.5) if known else None)
+
+
+def test_prefills_do_not_count_as_decodes() -> None:
+    rank = Rank()
+    rank.run(plan(0, 1, 0))
+    rank.run(plan(1, 1, 0, kind=StepKind.EXTEND))
+    rank.run(plan(2, 1, 0))
+    assert [times.interval for times in rank.told] == [None, None, pytest.approx(2.0)]
+
+
+def test_steps_without_rows_are_not_told() -> None:
+    rank, ffn = Rank(), Rank(rank=None)
+    for each in (rank, ffn):
+        each.run(plan(0, 0, 3))
+    assert not rank.told
+    assert [times.rows for times in ffn.told] == [3]
+
+
+def test_nobody_listens_nothing_is_kept() -> None:
+    rank = Rank()
+    rank.timer.forget(rank.told.append)
+    rank.run(plan(0, 1, 0))
+    assert not rank.told
+    with rank.timer.stage(Stage.RECEIVE):
+        pass  # outside of a step
+
+
+def test_own_rows_of_all_slices() -> None:
+    rank = Rank()
+    rank.run(plan(0, 9, 4))
+    [times] = rank.told
+    assert (times.rows, len(times.rounds)) == (9, 3)
+
+
+def batches() -> list[tuple[Any, list[int]]]:
+    ids = torch.tensor([[0, 2], [2, -1], [-1, -1]], dtype=torch.int32)
+    rows = RowBatch(torch.zeros(3, 4), ids, torch.ones(3, 2))
+    counts = torch.tensor([5, 0, 1], dtype=torch.int32)
+    return [(rows, [1, 0, 2]), (MaskedBatch(torch.zeros(3, 8, 4), None, counts, 2), [5, 0, 1])]
+
+
+@pytest.mark.parametrize(("batch", "rows"), batches(), ids=["rows", "masked"])
+def test_what_each_expert_got(batch: RowBatch | MaskedBatch, rows: list[int]) -> None:
+    assert expert_rows(batch, 3).tolist() == rows
+    ffn = Rank(rank=None)
+    agreed = plan(0, 1, 0)
+    with ffn.timer.step(agreed, agreed.rounds):
+        ffn.timer.received(batch)
+        ffn.timer.received(batch)
+    assert ffn.told[0].loads is not None and ffn.told[0].loads.tolist() == [rows, rows]
