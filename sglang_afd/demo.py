@@ -1,13 +1,12 @@
 """``python -m sglang_afd.demo``: two attention ranks, one FFN rank, one real answer.
 
 Serves the embedded model on this machine, asks its OpenAI endpoint a question, streams the answer,
-shows which rank holds what, and stops everything.
+shows which rank holds what, keeps a trace of the steps, and stops everything.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,14 +17,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from sglang_afd import embedded
+from sglang_afd import embedded, trace
 from sglang_afd.causes import INTERRUPTED
 from sglang_afd.machine import this_machine
 from sglang_afd.observe.holdings import Holdings, size
+from sglang_afd.observe.trace import BadTrace
 from sglang_afd.progress import Waiting, log_tick
 from sglang_afd.running import Server, ServerFailed, serve
 
 _START_TIMEOUT = 400.0
+_TRACED_STEPS = 60
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,14 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             waiting.stop()
             console.print(f"Ready after {server.start_seconds:.0f} s at {server.url}\n")
+            trace.begin(server.url, _TRACED_STEPS)
             _ask(console, server, args.ask)
             _show(console, server)
+            _keep_trace(console, server, logs)
     except ServerFailed as error:
         console.print(f"[bold red]{error}")
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    shutil.rmtree(logs)
+    (logs / "demo.log").unlink()
     console.print(f"Stopped; no process is left.  {time.monotonic() - began:.0f} s in all.")
     return 0
 
@@ -124,6 +127,22 @@ def _show(console: Console, server: Server) -> None:
             size(rank.kv_bytes),
         )
     console.print(table)
+
+
+def _keep_trace(console: Console, server: Server, folder: Path) -> None:
+    """Save what the ranks did while they answered, and say how their work overlapped."""
+    file = folder / "trace.json"
+    found = trace.recorded(server.url)
+    trace.save(found, file)
+    console.print(f"\n[bold]Decode steps[/] of this answer ({file}):", highlight=False)
+    try:
+        console.print(trace.describe(found), highlight=False)
+    except BadTrace as reason:  # on GPUs, where steps are replayed from graphs
+        console.print(str(reason), highlight=False)
+    console.print(
+        f"python -m sglang_afd.trace {file} --plot step.png --perfetto steps.json draws them\n",
+        highlight=False,
+    )
 
 
 if __name__ == "__main__":

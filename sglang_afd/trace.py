@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             trace = read(arguments.file)
         if arguments.save:
-            arguments.save.write_bytes(msgspec.json.encode(trace))
+            save(trace, arguments.save)
         if arguments.perfetto:
             arguments.perfetto.write_text(json.dumps(timeline.perfetto(trace)))
         if arguments.plot:
@@ -60,21 +60,34 @@ def record(url: str, steps: int, wait: float, api_key: str | None = None) -> Tra
         NoAnswer: the server refuses, or cannot be reached.
         BadTrace: it answers with something else than a trace.
     """
-    url = url.rstrip("/")
-    _ask("POST", f"{url}/afd/trace?steps={steps}", api_key)
+    begin(url, steps, api_key)
     deadline = time.monotonic() + wait
     while True:
-        answer = _ask("GET", f"{url}/afd/trace", api_key)
-        try:
-            trace = msgspec.json.decode(answer, type=Trace)
-        except msgspec.DecodeError as error:
-            raise BadTrace(f"{url} answers with no trace: {error}") from error
-        recorded = [len(rank.steps) for rank in trace.ranks]
-        if all(count in (0, steps) for count in recorded) and any(recorded):
-            return trace
-        if time.monotonic() > deadline:
+        trace = recorded(url, api_key)
+        counts = [len(rank.steps) for rank in trace.ranks]
+        complete = any(counts) and all(count in (0, steps) for count in counts)
+        if complete or time.monotonic() > deadline:
             return trace
         time.sleep(0.5)
+
+
+def begin(url: str, steps: int, api_key: str | None = None) -> None:
+    """Let the server at `url` record the next steps of every rank; raises as `record`."""
+    _ask("POST", f"{url.rstrip('/')}/afd/trace?steps={steps}", api_key)
+
+
+def recorded(url: str, api_key: str | None = None) -> Trace:
+    """What the server at `url` has recorded so far; raises as `record`."""
+    answer = _ask("GET", f"{url.rstrip('/')}/afd/trace", api_key)
+    try:
+        return msgspec.json.decode(answer, type=Trace)
+    except msgspec.DecodeError as error:
+        raise BadTrace(f"{url} answers with no trace: {error}") from error
+
+
+def save(trace: Trace, file: Path) -> None:
+    """Write a trace as a file that `sglang_afd.observe.trace.read` reads."""
+    file.write_bytes(msgspec.json.encode(trace))
 
 
 def describe(trace: Trace) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_afd.observe.stages import EXCHANGE, StepTimes
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter, Histogram
+    from prometheus_client import CollectorRegistry, Counter, Histogram
 
 LABELS = ("role", "rank", "lane", "path")
 _BUCKETS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1, 2, 5))
@@ -61,7 +61,14 @@ SERIES = (
 class StepMetrics:
     """Keeps one rank's series; a listener of its `StepTimer`."""
 
-    def __init__(self, role: str, rank: int, row_bytes: int, layers: int) -> None:
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        row_bytes: int,
+        layers: int,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
         """Register the series; SGLang has set prometheus_client up for several processes.
 
         Args:
@@ -69,15 +76,16 @@ class StepMetrics:
             rank: world rank.
             row_bytes: of one hidden row.
             layers: MoE layers of the model.
+            registry: of this process's own; None: prometheus_client's.
         """
         self._role, self._rank = role, str(rank)
         self._row_bytes, self._layers = row_bytes, layers
-        self._of = {series.name: cache(_labelled(series)) for series in SERIES}
+        self._of = {series.name: cache(_labelled(series, registry)) for series in SERIES}
         """Looking a label up takes longer than counting."""
 
     def __call__(self, times: StepTimes) -> None:
         """Count a step."""
-        path = times.rounds[0].path.name.lower()
+        path = times.path.name.lower()
         labels = (self._role, self._rank, str(times.plan.lane), path)
 
         def of(name: str, *more: str) -> Any:
@@ -103,14 +111,17 @@ class StepMetrics:
             of("touched_experts").inc(int((times.loads > 0).sum()))
 
 
-def _labelled(series: Series) -> Callable[[tuple[str, ...]], Any]:
-    from prometheus_client import Counter, Histogram
+def _labelled(
+    series: Series, registry: CollectorRegistry | None
+) -> Callable[[tuple[str, ...]], Any]:
+    from prometheus_client import REGISTRY, Counter, Histogram
 
+    where = registry or REGISTRY
     name, labels = f"sglang_afd_{series.name}", (*LABELS, *series.labels)
     text = series.meaning.capitalize() + "."
     made: Counter | Histogram
     if series.kind == "histogram":
-        made = Histogram(name, text, labels, buckets=_BUCKETS)
+        made = Histogram(name, text, labels, buckets=_BUCKETS, registry=where)
     else:
-        made = Counter(name, text, labels)
+        made = Counter(name, text, labels, registry=where)
     return lambda values: made.labels(*values)

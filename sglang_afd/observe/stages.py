@@ -52,6 +52,8 @@ class StepTimes(NamedTuple):
     plan: StepPlan
     rounds: tuple[Round, ...]
     """The exchanges of every MoE layer that the rank took part in; at least one."""
+    path: Path
+    """How the rank's rows travel; on F the first path that has some."""
     rows: int
     """Of this rank in every layer of them; on F those of all ranks."""
     agreed: float
@@ -127,6 +129,7 @@ class DeviceClock:
 class _Open(NamedTuple):
     plan: StepPlan
     rounds: tuple[Round, ...]
+    path: Path
     rows: int
     agreed: float
     follows: bool
@@ -181,13 +184,15 @@ class StepTimer:
     @contextmanager
     def step(self, plan: StepPlan, rounds: tuple[Round, ...]) -> Iterator[None]:
         """Time what the current stream does for a step, if this rank has rows in `rounds`."""
-        clock, rows = self._clock, sum(self._own(round_.counts) for round_ in rounds)
-        if clock is None or not self._listeners or not rows:
+        clock = self._clock
+        own = [round_ for round_ in rounds if self._own(round_.counts)]
+        if clock is None or not self._listeners or not own:
             yield
             return
-        key = _key(plan, rounds)
+        path, rows = own[0].path, sum(self._own(round_.counts) for round_ in own)
+        key = plan.lane, path
         self._open = opened = _Open(
-            plan, rounds, rows, self._agreed, key in self._going, clock.mark(), [], []
+            plan, rounds, path, rows, self._agreed, key in self._going, clock.mark(), [], []
         )
         self._going.add(key)
         try:
@@ -234,12 +239,13 @@ class StepTimer:
         finished = clock.seconds(end)
         if spans:
             spans.append(Span(self._own_work, at, finished))
-        key = _key(opened.plan, opened.rounds)
+        key = opened.plan.lane, opened.path
         before = self._starts.get(key)
         self._starts[key] = begun
         return StepTimes(
             opened.plan,
             opened.rounds,
+            opened.path,
             opened.rows,
             opened.agreed,
             begun,
@@ -248,10 +254,6 @@ class StepTimer:
             tuple(spans),
             torch.stack(opened.loads).cpu() if opened.loads else None,
         )
-
-
-def _key(plan: StepPlan, rounds: tuple[Round, ...]) -> tuple[int, Path]:
-    return plan.lane, rounds[0].path
 
 
 def expert_rows(batch: RowBatch | MaskedBatch, experts: int) -> torch.Tensor:

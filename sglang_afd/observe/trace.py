@@ -84,7 +84,7 @@ class TraceRecorder:
             TracedStep(
                 times.plan.step_id,
                 times.plan.lane,
-                times.rounds[0].path.name.lower(),
+                times.path.name.lower(),
                 times.rows,
                 len(times.rounds),
                 times.agreed + to,

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sglang_afd.observe.trace import read
 from tests.support.processes import busy_seconds, cpu_seconds, session_members
 
 WITHIN = 240.0  # seconds, once the environment exists, if others leave the cores alone
@@ -47,6 +48,9 @@ def test_demo(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     for rank in ("attention rank 0", "attention rank 1", "FFN rank 0"):
         assert re.search(rf"{rank} .*\d", output), output
     assert re.search(r"\(\d{2,} tokens in ", output), output
+    assert re.search(r"overlap efficiency 0\.\d\d", output), output
+    saved = re.search(r"of this answer \((\S+)\)", output)
+    assert saved and len(read(Path(saved[1])).ranks) == 3, output
     assert re.search(r"no process is left\.\s+\d+ s in all", output), output
     assert not session_members(process.pid)
     others = (busy_seconds() - busy - sum(own.values())) / seconds / len(os.sched_getaffinity(0))

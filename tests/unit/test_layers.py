@@ -29,7 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gate",),
     ("plugin",),
     ("start",),
-    ("check", "demo", "engine", "launch_server", "trace", "validate"),
+    ("check", "engine", "launch_server", "trace", "validate"),
+    ("demo",),
     ("__init__",),
 )
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_afd.dispatch.step_plan import Caps, StepKind, StepPlan
+from sglang_afd.dispatch.step_plan import Caps, Path, StepKind, StepPlan
 from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
 from sglang_afd.observe.stages import (
     EXCHANGE,
@@ -150,6 +150,15 @@ def test_nobody_listens_nothing_is_kept() -> None:
     assert not rank.told
     with rank.timer.stage(Stage.RECEIVE):
         pass  # outside of a step
+
+
+def test_a_prefill_beside_decodes_is_one() -> None:
+    """Every rank takes part in decode rounds, also without rows there."""
+    rank = Rank()
+    mixed = StepPlan(0, (StepKind.EXTEND, StepKind.DECODE), (5, 1), CAPS)
+    rank.run(mixed)
+    [times] = rank.told
+    assert (times.path, times.rows, len(times.rounds)) == (Path.BULK, 5, 2)
 
 
 def test_own_rows_of_all_slices() -> None:
