@@ -33,7 +33,8 @@ _STARTS = pytest.StashKey[int]()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Bring tests of one layout together, in order of first appearance; others keep theirs.
 
-    With ``--dist loadgroup`` one process runs all tests of a layout, or of a file's others.
+    With ``--dist loadgroup`` one process runs all tests of a layout, or of a file's others; those
+    that wait longest come first, beside the others.
     """
     first: dict[Layout | None, int] = {}
     for index, item in enumerate(items):
@@ -41,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if layout is not None:
             first.setdefault(layout, index)
     places = {id(item): first.get(_layout(item), index) for index, item in enumerate(items)}
-    items.sort(key=lambda item: places[id(item)])
+    items.sort(key=lambda item: (item.get_closest_marker("cold") is None, places[id(item)]))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(str(_layout(item) or item.path.stem)))
 

@@ -22,6 +22,7 @@ QUIET = 0.1  # share of the cores that others may take
 
 @pytest.mark.integration
 @pytest.mark.full
+@pytest.mark.cold
 def test_demo(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """It answers from the text that its model has learnt, shows the ranks, and leaves nothing."""
     began, busy = time.monotonic(), busy_seconds()

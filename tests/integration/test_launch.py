@@ -12,7 +12,7 @@ from tests.support.reference import Expect, check
 from tests.support.workload import prompts
 from tests.support.world import World
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.cold]
 
 START_WITHIN = 480.0  # seconds; every rank imports SGLang, 20 s of CPU time for each process
 
