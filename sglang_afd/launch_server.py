@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sglang_afd import plugin, start
+from sglang_afd import on_ray, plugin, start
 from sglang_afd.causes import INTERRUPTED
+from sglang_afd.config import ConfigError
 from sglang_afd.upstream import server
 
 PROGRAM = "launch_server"
@@ -19,8 +20,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: it could not start, or failed, or Ctrl-C ended it.
     """
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        command = start.prepare(sys.argv[1:] if argv is None else argv, program=PROGRAM)
+        wanted, rest = on_ray.take(argv)
+        if wanted is not None and not start.asks_for_help(argv):
+            raise SystemExit(on_ray.run(wanted, rest, program=PROGRAM))
+        command = start.prepare(argv, program=PROGRAM)
         if command.config is not None:
             ranks = len(command.config.local_ranks())
             plural = "s" if ranks > 1 else ""
@@ -30,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments = server.parse(command.sglang_args)
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except plugin.PluginError as error:
+    except (plugin.PluginError, ConfigError) as error:
         start.fail(PROGRAM, str(error))
     except server.FlagError as error:
         start.fail(PROGRAM, f"{error}; see --help")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from sglang_afd import embedded, transport_gate
+from sglang_afd import embedded, on_ray, transport_gate
 from sglang_afd.checkpoint import read_checkpoint
 from sglang_afd.command_line import expand_config_file, int_value, last_value, values
 from sglang_afd.config import ENV, START_BY_ENV, ConfigError
@@ -53,12 +53,17 @@ def prepare(argv: Sequence[str], *, program: str) -> Command:
 
     Exits with 0 after ``--help``.
     """
-    if any(arg in ("-h", "--help") for arg in argv):
+    if asks_for_help(argv):
         _print_help(program)
     try:
         return resolve(argv, program=program)
     except Refused as refused:
         fail(program, str(refused))
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether a command line only asks what it may hold."""
+    return any(arg in ("-h", "--help") for arg in argv)
 
 
 def resolve(argv: Sequence[str], *, program: str) -> Command:
@@ -115,7 +120,7 @@ def read_facts(argv: Sequence[str], *, program: str) -> Facts | None:
 
     Exits with a message and status 2 if the command line cannot be right, with 0 after ``--help``.
     """
-    if any(arg in ("-h", "--help") for arg in argv):
+    if asks_for_help(argv):
         _print_help(program)
     try:
         return _read(argv, program).facts
@@ -233,6 +238,8 @@ def _print_help(program: str) -> NoReturn:
         add_help=False,
     )
     add_flags(ours)
+    if program == "launch_server":
+        on_ray.add_flags(ours.add_argument_group("on a Ray cluster"))
     ours.print_help()
     print("\nSGLang's own flags follow.\n", flush=True)
     from sglang_afd.upstream.server import add_sglang_flags

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_afd import on_ray
 from sglang_afd.flags import add_flags
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +27,7 @@ def test_module_exists(module: str) -> None:
 def test_flag_exists(flag: str) -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
+    on_ray.add_flags(parser)
     assert flag in parser._option_string_actions
 
 

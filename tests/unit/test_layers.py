@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model_gate", "plan"),
     ("upstream",),
     ("platform", "running"),
-    ("gate",),
+    ("gate", "on_ray"),
     ("plugin",),
     ("start",),
     ("check", "engine", "launch_server", "trace", "validate"),
