@@ -95,9 +95,11 @@ class StepMetrics:
         of("plan_lead_seconds").observe(max(0.0, times.start - times.agreed))
         if times.interval is not None:
             of("step_interval_seconds").observe(times.interval)
-        for stage in {span.stage for span in times.spans}:
-            of("stage_seconds", stage.value).inc(times.seconds(stage))
-        of("exposed_seconds").inc(times.seconds(*EXCHANGE))
+        exposed = 0.0
+        for stage, spent in times.by_stage().items():
+            of("stage_seconds", stage.value).inc(spent)
+            exposed += spent if stage in EXCHANGE else 0.0
+        of("exposed_seconds").inc(exposed)
         of("replayed_steps").inc(not times.spans)
         exchanges = len(times.rounds) * self._layers
         rows = times.rows * self._layers

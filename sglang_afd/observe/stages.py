@@ -68,9 +68,16 @@ class StepTimes(NamedTuple):
     loads: torch.Tensor | None
     """F: [exchanges, E_local] int64 on the host, rows that each expert got; None if replayed."""
 
-    def seconds(self, *stages: Stage) -> float:
-        """Time spent in `stages`."""
-        return sum(span.end - span.start for span in self.spans if span.stage in stages)
+    def by_stage(self) -> dict[Stage, float]:
+        """Seconds spent in each stage."""
+        spent: dict[Stage, float] = {}
+        for stage, start, end in self.spans:
+            spent[stage] = spent.get(stage, 0.0) + end - start
+        return spent
+
+    def exchanging(self) -> float:
+        """Seconds without own work."""
+        return sum(spent for stage, spent in self.by_stage().items() if stage in EXCHANGE)
 
 
 class Clock(Protocol):
@@ -136,6 +143,24 @@ class _Open(NamedTuple):
     start: Any
     marks: list[tuple[Stage, Any, Any]]
     loads: list[torch.Tensor]
+
+
+class _Noted:
+    """A stage as it goes on; hundreds are made in a step."""
+
+    __slots__ = ("_clock", "_marks", "_stage", "_start")
+
+    def __init__(self, stage: Stage, marks: list[tuple[Stage, Any, Any]], clock: Clock) -> None:
+        self._stage, self._marks, self._clock = stage, marks, clock
+
+    def __enter__(self) -> None:
+        self._start = self._clock.mark()
+
+    def __exit__(self, *_: object) -> None:
+        self._marks.append((self._stage, self._start, self._clock.mark()))
+
+
+_NOT_NOTED = nullcontext()
 
 
 class StepTimer:
@@ -205,19 +230,13 @@ class StepTimer:
     def stage(self, stage: Stage) -> AbstractContextManager[None]:
         """A stage of the exchange; not noted outside of a step that is timed."""
         if self._open is None or self._clock is None:
-            return nullcontext()
-        return self._noted(stage, self._open, self._clock)
+            return _NOT_NOTED
+        return _Noted(stage, self._open.marks, self._clock)
 
     def received(self, batch: RowBatch | MaskedBatch) -> None:
         """Count what each expert got; as `stage`, only in a step that is timed."""
         if self._open is not None:
             self._open.loads.append(expert_rows(batch, self._experts))
-
-    @contextmanager
-    def _noted(self, stage: Stage, opened: _Open, clock: Clock) -> Iterator[None]:
-        start = clock.mark()
-        yield
-        opened.marks.append((stage, start, clock.mark()))
 
     def _own(self, counts: tuple[int, ...]) -> int:
         return sum(counts) if self._rank is None else counts[self._rank]

@@ -7,7 +7,7 @@ from collections import deque
 
 import msgspec
 
-from sglang_afd.observe.stages import EXCHANGE, StepTimes
+from sglang_afd.observe.stages import StepTimes
 
 WINDOW = 10.0  # seconds
 
@@ -42,7 +42,7 @@ class RecentSteps:
         """The present moment's."""
         self._forget()
         watched = min(WINDOW, time.monotonic() - self._since)
-        exchanging = sum(times.seconds(*EXCHANGE) for times in self._steps)
+        exchanging = sum(times.exchanging() for times in self._steps)
         whole = sum(times.end - times.start for times in self._steps)
         seen = watched > 0 and all(times.spans for times in self._steps)
         return Summary(

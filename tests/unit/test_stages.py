@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from sglang_afd.dispatch.step_plan import Caps, Path, StepKind, StepPlan
 from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
 from sglang_afd.observe.stages import (
-    EXCHANGE,
     Stage,
     StepTimer,
     StepTimes,
@@ -83,7 +82,7 @@ def test_spans_have_no_gaps(exchanges: list[tuple[float, float, float]]) -> None
         rank.clock.now += 1
     [times] = rank.told
     assert times.end - times.start == pytest.approx(sum(map(sum, exchanges)) + 1)
-    assert times.seconds(*EXCHANGE) == pytest.approx(sum(d + c for _, d, c in exchanges))
+    assert times.exchanging() == pytest.approx(sum(d + c for _, d, c in exchanges))
     ends = [times.start, *(span.end for span in times.spans)]
     assert [span.start for span in times.spans] == ends[:-1]
     assert ends[-1] == (times.end if exchanges else times.start)
