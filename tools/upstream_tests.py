@@ -37,6 +37,12 @@ FILE_SECONDS = 120.0
 """A file's tests take seconds; one that waits for what is not here must end too."""
 START_SECONDS = 600.0
 PROGRESS_SECONDS = 15.0
+NO_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
+"""A fork has only the thread that forks."""
 _GOOD = ("passed", "skipped")
 
 Outcomes = dict[str, dict[str, str]]
@@ -172,7 +178,7 @@ def the_sides(python: str, patched: str) -> list[Side]:
     """Without the package, in the interpreter `python`; with it and the tree at `patched`, here."""
     # What a user has set for servers of their own must not steer the tests.
     clean = {name: "" for name in os.environ if name.startswith("SGLANG_AFD")}
-    clean |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # a fork keeps no thread
+    clean |= NO_THREADS
     return [
         Side("without", (python, str(WORKER)), clean),
         Side("with", (sys.executable, str(WORKER), "--plugins"), {**clean, "PYTHONPATH": patched}),
