@@ -8,6 +8,7 @@ an outcome a test.  With ``--plugins`` it has SGLang load its plugins before it 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -110,6 +111,9 @@ def main() -> None:
         sys.exit(f"importing SGLang started {len(threads) - 1} threads; forks of it may hang")
     import sglang
 
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # both sides have none
+    gc.collect()
+    gc.freeze()  # or each fork's first collection copies every page that holds an object
     print(json.dumps({"ready": sglang.__version__, "tree": sglang.__path__[0]}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
