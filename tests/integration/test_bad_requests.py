@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 
 from tests.support.bad_requests import Request, described
-from tests.support.layouts import A2F1, STOCK, Layout, small
+from tests.support.layouts import A2F1, Layout, small
 from tests.support.reference import Expect, check
 from tests.support.workload import prompts
 from tests.support.world import World
@@ -28,14 +26,6 @@ LEFT_OUT = frozenset(
 """What changes how the server goes on."""
 ANSWER = 20.0  # seconds: the longest generation that a small model's context holds
 HEALTHY = 30.0  # seconds until what was generated for requests given up is aborted
-
-
-@pytest.fixture
-def stock(start: Callable[..., World], checkpoints: Callable[[str], object]) -> Iterator[World]:
-    """SGLang itself, beside the world under test; started when the first request goes wrong."""
-    world = start(STOCK.argv(str(checkpoints(STOCK.checkpoint))))
-    yield world.wait_healthy()
-    world.kill()
 
 
 def wrong(world: World, requests: list[Request]) -> dict[Request, int | None]:
