@@ -6,7 +6,7 @@ PYTEST := $(VENV) -m pytest
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint format clean
+.PHONY: help setup demo test test-full test-upstream lint format clean
 
 help:
 	@echo 'make setup      make .venv: dependencies once per machine, then this checkout (seconds)'
@@ -14,6 +14,8 @@ help:
 	@echo '                (ARGS="--attention-ranks 1 --ask ..." changes it; ARGS=--help tells how)'
 	@echo 'make test       lint, types, unit and integration tests; report in reports/'
 	@echo 'make test-full  all tests, full matrices included; dated record in tests/records/'
+	@echo 'make test-upstream  with SGLANG_SRC=path of a checkout of SGLang: its CPU unit tests with this'
+	@echo '                package and without; else the tests that its wheel ships, on both'
 	@echo 'make lint       ruff and mypy alone'
 	@echo 'make format     let ruff reformat and mend what it can'
 	@echo 'make clean      remove .venv, build products, caches and reports'
@@ -41,6 +43,14 @@ test: lint
 test-full: lint
 	$(PYTEST) tests -n $(WORKERS) --dist loadgroup --durations=50 --junit-xml=reports/full.xml; status=$$?; \
 	$(VENV) tools/test_record.py reports/full.xml tests/records && exit $$status
+
+# The record is written for failures too; without a checkout there is nothing to compare on.
+test-upstream: setup
+ifdef SGLANG_SRC
+	$(VENV) tools/upstream_tests.py $(SGLANG_SRC) --records tests/records
+else
+	$(PYTEST) tests/upstream tests/integration/test_upstream_kits.py
+endif
 
 format: setup
 	$(VENV) -m ruff check --fix

@@ -1,7 +1,7 @@
 """The list of packages; everything else about the distribution is in pyproject.toml.
 
-`kernels/` and `spec/` lie beside `sglang_afd/` and are imported as `sglang_afd.kernels` and
-`sglang_afd.spec` (pyproject.toml's package-dir). setuptools' own search takes a directory's path as
+`kernels/`, `spec/` and `patches/` lie beside `sglang_afd/` and are imported as `sglang_afd.kernels`
+and so on (pyproject.toml's package-dir). setuptools' own search takes a directory's path as
 the package's name, so it cannot find them under that name.
 """
 
@@ -19,5 +19,6 @@ setup(
         *find_packages(include=["sglang_afd", "sglang_afd.*"]),
         *_mapped("kernels"),
         *_mapped("spec"),
+        *_mapped("patches"),
     ]
 )

@@ -151,7 +151,7 @@ def _read_yaml(file: str) -> dict[str, Any]:
         options = yaml.safe_load(Path(file).read_text())
     except OSError as error:
         raise ConfigError(f"--config {file} cannot be read: {error.strerror or error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # no text, no path, a date that is none
         raise ConfigError(f"--config {file} is no YAML: {error}") from error
     if options is None:
         return {}

@@ -145,6 +145,10 @@ def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Comma
         known, rest = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}; see --help for the --afd-* flags") from error
+    for name, value in vars(known).items():
+        if isinstance(value, list):  # argparse's own reading of ``--flag=--``
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} has no value; see --help for the --afd-* flags")
     unknown = [arg for arg in rest if arg.startswith("--afd-")]
     if unknown:
         raise ConfigError(f"unknown flag {unknown[0]}; see --help for the --afd-* flags")

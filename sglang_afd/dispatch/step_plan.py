@@ -15,6 +15,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
+from sglang_afd.config import MOST_LANES
 from sglang_afd.topology import Topology
 
 
@@ -38,6 +39,8 @@ class PlanRow(NamedTuple):
 
 
 PLAN_WIDTH = len(PlanRow._fields)
+MOST_ROWS = 1 << 24
+"""Rows of a rank in one step: more than fit any memory, and few enough to count the rounds of."""
 
 
 class PlanMismatch(RuntimeError):
@@ -141,10 +144,17 @@ class StepPlan:
 
         Raises:
             PlanMismatch: this rank's step id, lane or configuration hash is not every DP rank's,
-                its rows are not its DP rank's, or an F rank announces rows.
+                its rows are not its DP rank's, an F rank announces rows, or what was gathered is
+                not a row of each DP rank, with values that a row can have.
         """
-        parts = [PlanRow(*row) for row in gathered]
         name = topology.name_of(rank)
+        if len(gathered) != topology.dp_size or {len(row) for row in gathered} != {PLAN_WIDTH}:
+            raise PlanMismatch(
+                f"{name} gathered {len(gathered)} rows in step {own.step_id} that are not one of "
+                f"{PLAN_WIDTH} values from each of {topology.dp_size} DP ranks; restart the "
+                f"deployment with one version of this package on all hosts"
+            )
+        parts = [PlanRow(*row) for row in gathered]
         for dp_rank, part in enumerate(parts):
             peer = topology.name_of(dp_rank * topology.attention_tp)
             if part.config_hash != own.config_hash:
@@ -163,6 +173,11 @@ class StepPlan:
                     f"{name} takes lane {own.lane} in step {own.step_id}, {peer} lane {part.lane}; "
                     f"the ranks lost step, restart the deployment"
                 )
+            if problem := _malformed(part):
+                raise PlanMismatch(
+                    f"{peer} announced {problem} in step {part.step_id}, which no rank sends; "
+                    f"restart the deployment"
+                )
             if part.rows and dp_rank >= topology.attention_ranks:
                 raise PlanMismatch(
                     f"{peer} announced {part.rows} rows of its own in step {part.step_id}, but an "
@@ -179,6 +194,19 @@ class StepPlan:
         work = functools.reduce(operator.or_, (part.work for part in parts))
         rows = tuple(part.rows for part in everyone)
         return cls(own.step_id, kinds, rows, caps, own.lane, work)
+
+
+def _malformed(row: PlanRow) -> str:
+    """What a rank cannot have announced, whatever it does; empty if there is nothing."""
+    if row.kind not in set(StepKind):
+        return f"a step of kind {row.kind}"
+    if not 0 <= row.rows <= MOST_ROWS:
+        return f"{row.rows} rows"
+    if (row.kind == StepKind.IDLE) != (row.rows == 0):
+        return f"{row.rows} rows in a step of kind {StepKind(row.kind).name}"
+    if not 0 <= row.work < 1 << MOST_LANES:
+        return f"work in lanes {row.work:#x}"
+    return ""
 
 
 def _decode_rounds(rows: Sequence[int], cap: int, lane: int) -> Iterator[Round]:

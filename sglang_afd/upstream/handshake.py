@@ -3,6 +3,10 @@
 SGLang's node 0 hands its worker ports to node 1 here and waits for it without a bound.  Here the
 wait is bounded, and the commands compare their ``--afd-*`` flags: with unequal counts their ranks
 would never find each other.  On one machine they also compare where they listen for HTTP.
+
+The one socket of ours is the attention command's, bound to the host of --dist-init-addr alone; what
+it reads is JSON of one shape, and anything else, a port scanner's or another program's, is turned
+away while the wait goes on.
 """
 
 from __future__ import annotations
@@ -10,9 +14,22 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
+
 from sglang_afd.addresses import Listener
 from sglang_afd.config import AfdConfig, ConfigError, differences
 from sglang_afd.topology import Role
+
+
+class _Message(msgspec.Struct, kw_only=True):
+    """What one command tells the other."""
+
+    agreement: dict[str, int | float | str]
+    """`AfdConfig.agreement`."""
+    http: tuple[str, int, str]
+    """Its `Listener`."""
+    ports: list[int] | None = None
+    """Of the attention command's workers, which it alone tells."""
 
 
 class StartError(RuntimeError):
@@ -37,26 +54,25 @@ def worker_ports(
         return ports
     serves = config.command_role is Role.ATTENTION
     socket, endpoint = _socket(controller, serves)
-    own: dict[str, object] = {**config.agreement()}
     http = _http()
-    message = {"agreement": own, "http": http}
+    own = _Message(agreement=config.agreement(), http=(http.host, http.port, http.network))
     try:
         if serves:
             theirs = _receive(config, socket, endpoint, deadline)
-            socket.send_json({**message, "ports": ports})
+            socket.send(msgspec.json.encode(msgspec.structs.replace(own, ports=ports)))
         else:
-            socket.send_json(message)
+            socket.send(msgspec.json.encode(own))
             theirs = _receive(config, socket, endpoint, deadline)
-            ports = theirs.get("ports")
+            ports = theirs.ports
     finally:
         socket.close(linger=2000)
-    differing = differences(own, theirs["agreement"])
+    differing = differences({**own.agreement}, {**theirs.agreement})
     if differing:
         raise ConfigError(
             f"the attention and the FFN command are configured differently: "
             f"{'; '.join(differing)}; start every command with the same flags and model"
         )
-    if http.collides(Listener(*theirs["http"])):
+    if http.collides(Listener(*theirs.http)):
         raise ConfigError(
             f"both commands would listen for HTTP at port {http.port} of this machine; give the "
             f"FFN command another --port (there it answers /health alone)"
@@ -83,11 +99,20 @@ def _socket(controller: Any, serves: bool) -> tuple[Any, str]:
     return get_zmq_socket(controller.context, kind, meeting.to_tcp(), serves), meeting.to_tcp()
 
 
-def _receive(config: AfdConfig, socket: Any, endpoint: str, deadline: float) -> dict[str, Any]:
-    remaining = max(0.0, deadline - time.monotonic())
-    if socket.poll(int(remaining * 1000)):
-        return socket.recv_json()
-    if config.command_role is Role.ATTENTION:
+def _receive(config: AfdConfig, socket: Any, endpoint: str, deadline: float) -> _Message:
+    """The other command's message."""
+    serves = config.command_role is Role.ATTENTION
+    while socket.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
+        try:
+            return msgspec.json.decode(socket.recv(), type=_Message)
+        except msgspec.MsgspecError as error:
+            if not serves:
+                raise StartError(
+                    f"what answers at {endpoint} is no attention command of this version "
+                    f"({error}); check --dist-init-addr"
+                ) from error
+            socket.send(b"not a command of this deployment")  # it may only answer in turn
+    if serves:
         missing = f"no FFN command came to {endpoint}"
     else:
         missing = f"no attention command answers at {endpoint}"

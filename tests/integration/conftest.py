@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.layouts import Layout
+from tests.support.layouts import STOCK, Layout
 from tests.support.reference import Expect, References
+from tests.support.world import World
 
 # What tests start shares the cores with them: two threads wait long for each other's turn.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +20,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def layout(request: pytest.FixtureRequest) -> Layout:
     """The layout of the test's shared world."""
     return request.node.callspec.params["world"]
+
+
+@pytest.fixture
+def stock(start: Callable[..., World], checkpoints: Callable[[str], Path]) -> World:
+    """SGLang without AFD, beside the test's world; ask for it once that world does something wrong,
+    with ``request.getfixturevalue``, for a start takes long."""
+    return start(STOCK.argv(str(checkpoints(STOCK.checkpoint)))).wait_healthy()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_afd.addresses import Listener
 from sglang_afd.config import AfdConfig, ConfigError
@@ -94,6 +97,68 @@ def test_differing_flags_come_first(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     for error in meet(monkeypatch, tmp_path, same, same, max_tokens_per_rank=7):
         assert isinstance(error, ConfigError)
         assert "configured differently: max_tokens_per_rank is" in str(error)
+
+
+STRANGERS = (
+    b"",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\xff\x00\x80",
+    b"\x80\x04\x95.",  # a pickle
+    b"[]",
+    b"null",
+    b'{"agreement": 1, "http": ["h", 1, "n"]}',
+    b'{"agreement": {}, "http": ["h", 1]}',
+    b'{"agreement": {}, "http": ["h", "1", "n"]}',
+    b'{"agreement": {}}',
+    b"[" * 5000,
+    b"x" * 100_000,
+)
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=range(len(STRANGERS)))
+def test_a_stranger_is_turned_away_and_the_wait_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stranger: bytes
+) -> None:
+    """It comes first, and neither ends the start nor gets the worker ports."""
+    context = zmq.Context()
+    asking = context.socket(zmq.REQ)
+    asking.connect(f"ipc://{tmp_path}/meeting")
+    asking.send(stranger)
+    met = meet(monkeypatch, tmp_path, Listener(LOCAL, 1, HERE), Listener(LOCAL, 2, HERE))
+    assert met == [[5, 6], [5, 6]]
+    if asking.poll(1000):  # the command may have had its peer first
+        assert asking.recv() == b"not a command of this deployment"
+    context.destroy(linger=0)
+
+
+@given(
+    st.binary(max_size=60)
+    | st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["agreement", "http", "ports", "x"]), inner, max_size=4
+            )
+        ),
+        max_leaves=8,
+    ).map(lambda value: json.dumps(value).encode())
+)
+def test_a_wrong_answer_is_named(answer: bytes) -> None:
+    """Of what listens at the address in the attention command's place."""
+
+    class Socket:
+        def poll(self, milliseconds: int) -> bool:
+            return True
+
+        def recv(self) -> bytes:
+            return answer
+
+    config = AfdConfig(attention_ranks=1, ffn_ranks=1, command_role=Role.FFN)
+    try:
+        handshake._receive(config, Socket(), "tcp://h:1", time.monotonic() + 5)
+    except handshake.StartError as error:
+        assert "what answers at tcp://h:1 is no attention command" in str(error)
 
 
 def test_a_listener_of_this_process_collides_with_itself() -> None:

@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SGLANG = "0.5.23"
+FOLDERS = ("sglang_afd", "kernels", "spec", "patches")
 # The CPU profile's pins describe the installed set only where that profile is installed.
 cpu_profile = pytest.mark.skipif(
     importlib.util.find_spec("sgl_kernel") is not None, reason="the GPU profile is installed"
@@ -75,7 +76,7 @@ def third_party(tree: ast.Module) -> set[str]:
 def test_every_import_is_a_declared_dependency() -> None:
     """And every declared dependency is imported."""
     imported: set[str] = set()
-    for folder in ("sglang_afd", "kernels", "spec"):
+    for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             imported |= third_party(ast.parse(path.read_text()))
     assert imported == {canonicalize_name(requirement.name) for requirement in declared()}
@@ -138,7 +139,7 @@ def test_entry_points_resolve(group: str, name: str) -> None:
     assert callable(next(iter(points)).load())
 
 
-@pytest.mark.parametrize("name", ["kernels", "spec"])
+@pytest.mark.parametrize("name", ["kernels", "spec", "patches"])
 def test_mapped_packages_import(name: str) -> None:
     module = importlib.import_module(f"sglang_afd.{name}")
     assert module.__file__ is not None
@@ -148,7 +149,7 @@ def test_mapped_packages_import(name: str) -> None:
 def test_wheel_holds_every_package_and_the_model(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    for folder in ("sglang_afd", "kernels", "spec"):
+    for folder in FOLDERS:
         shutil.copytree(
             ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__")
         )
@@ -163,11 +164,12 @@ def test_wheel_holds_every_package_and_the_model(tmp_path: Path) -> None:
         held = set(archive.namelist())
     expected = {
         f"{'' if folder == 'sglang_afd' else 'sglang_afd/'}{path.relative_to(source).as_posix()}"
-        for folder in ("sglang_afd", "kernels", "spec")
+        for folder in FOLDERS
         for path in (source / folder).rglob("*")
         if path.suffix == ".py"
         or path.parent == source / "sglang_afd" / "embedded" / "model"
         or (path.is_relative_to(source / "sglang_afd" / "validate") and path.is_file())
+        or path.suffix == ".patch"
     }
     assert "sglang_afd/kernels/__init__.py" in expected
     assert expected <= held, f"missing: {sorted(expected - held)}"
@@ -216,7 +218,7 @@ def test_only_upstream_and_platform_name_sglang() -> None:
     exempt = [ROOT / "sglang_afd" / "upstream", ROOT / "sglang_afd" / "platform"]
     files = [
         path
-        for folder in ("sglang_afd", "kernels", "spec", "benchmarks", "tools")
+        for folder in (*FOLDERS, "benchmarks", "tools")
         for path in sorted((ROOT / folder).rglob("*.py"))
         if not any(path.is_relative_to(allowed) for allowed in exempt)
     ]

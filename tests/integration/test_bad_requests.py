@@ -1,0 +1,56 @@
+"""Whatever comes over HTTP: no status 5xx, lost answer or crash that SGLang does not give."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.bad_requests import Request, described
+from tests.support.layouts import A2F1, Layout, small
+from tests.support.reference import Expect, check
+from tests.support.workload import prompts
+from tests.support.world import World
+
+pytestmark = pytest.mark.integration
+
+LEFT_OUT = frozenset(
+    {
+        "/configure_logging",  # writes requests to the disk
+        "/pause_generation",  # what it says, for every request after it
+        "/scale_elastic_ep",
+        "/set_internal_state",
+        "/slow_down",
+        "/start_profile",
+        "/stop_profile",
+    }
+)
+"""What changes how the server goes on."""
+ANSWER = 20.0  # seconds: the longest generation that a small model's context holds
+HEALTHY = 30.0  # seconds until what was generated for requests given up is aborted
+
+
+def wrong(world: World, requests: list[Request]) -> dict[Request, int | None]:
+    """The requests that end in a status of 5xx, or without an answer, and the status."""
+    found = {request: request.send(world.url, ANSWER) for request in requests}
+    return {request: s for request, s in found.items() if s is None or s >= 500}
+
+
+EXAMPLES = [2, pytest.param(20, marks=pytest.mark.full)]
+WORLD: list[Layout] = [small(A2F1)]
+
+
+@pytest.mark.parametrize("world", WORLD, indirect=True, ids=str)
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_no_worse_than_sglang(
+    world: World, examples: int, request: pytest.FixtureRequest, expect: Expect
+) -> None:
+    """Every path of the server's own description, asked rightly and wrongly."""
+    requests = described(world.get("/openapi.json").json(), LEFT_OUT, examples)
+    assert len(requests) > 100
+    found = wrong(world, requests)
+    assert world.exit_code is None, world.tail()
+    assert world.get("/health", timeout=HEALTHY).status_code == 200
+    check(world, expect, prompts()[:2], 8)
+    if found:
+        theirs = wrong(request.getfixturevalue("stock"), list(found))
+        worse = [f"{status}: {asked}" for asked, status in found.items() if asked not in theirs]
+        assert not worse, "\n".join(worse)
