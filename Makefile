@@ -4,9 +4,10 @@ VENV := .venv/bin/python
 PYTEST := $(VENV) -m pytest
 # Unit tests are independent processes' work; integration tests start ranks that fill the cores.
 WORKERS ?= 2
+MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint format clean
+.PHONY: help setup demo test test-full soak lint format clean
 
 help:
 	@echo 'make setup      make .venv: dependencies once per machine, then this checkout (seconds)'
@@ -14,6 +15,7 @@ help:
 	@echo '                (ARGS="--attention-ranks 1 --ask ..." changes it; ARGS=--help tells how)'
 	@echo 'make test       lint, types, unit and integration tests; report in reports/'
 	@echo 'make test-full  all tests, full matrices included; dated record in tests/records/'
+	@echo 'make soak       random load for MINUTES=30 minutes: right answers, no leak'
 	@echo 'make lint       ruff and mypy alone'
 	@echo 'make format     let ruff reformat and mend what it can'
 	@echo 'make clean      remove .venv, build products, caches and reports'
@@ -45,6 +47,9 @@ test-full: lint
 format: setup
 	$(VENV) -m ruff check --fix
 	$(VENV) -m ruff format
+
+soak: setup
+	SGLANG_AFD_SOAK_MINUTES=$(MINUTES) $(PYTEST) tests/integration/test_soak.py -rP
 
 clean:
 	rm -rf .venv build dist reports *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

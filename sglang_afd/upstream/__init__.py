@@ -18,8 +18,10 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         ending,
         expert_layers,
         graphs,
+        health,
         holdings,
         idle,
+        in_flight,
         inputs,
         lanes,
         lm_head,
@@ -55,4 +57,6 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *inputs.HOOKS,
         *text_only.HOOKS,
         *ending.HOOKS,
+        *health.HOOKS,
+        *in_flight.HOOKS,
     )

@@ -23,10 +23,15 @@ def session_members(leader: int) -> list[psutil.Process]:
     return members
 
 
+def title(process: psutil.Process) -> str:
+    """What a process calls itself."""
+    return " ".join(process.cmdline())
+
+
 def scheduler(leader: int, tp_rank: int) -> psutil.Process:
     """The process of world rank `tp_rank` in the session that `leader` leads."""
     for process in session_members(leader):
-        if re.match(rf"sglang::scheduler.*_TP{tp_rank}(_|\s|$)", " ".join(process.cmdline())):
+        if re.match(rf"sglang::scheduler.*_TP{tp_rank}(_|\s|$)", title(process)):
             return process
     raise LookupError(f"session {leader} has no scheduler of rank {tp_rank}")
 

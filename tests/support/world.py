@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import psutil
 
-from sglang_afd.running import free_port
+from sglang_afd.addresses import port_problem
+from sglang_afd.running import free_port, ports_of
+from sglang_afd.upstream.ports import LOOPBACK
 from tests.support.client import Client
 from tests.support.processes import (
     busy_seconds,
@@ -134,6 +136,11 @@ class World(Client):
         return self.log_path.read_text(errors="replace")
 
     @property
+    def last_line(self) -> str:
+        """Where a command that failed names the cause."""
+        return self.log.splitlines()[-1]
+
+    @property
     def exit_code(self) -> int | None:
         """How the launcher ended (negative: the signal), or None while it runs."""
         return self._launcher.exit_code(self.pid)
@@ -172,6 +179,14 @@ class World(Client):
             end_session(self.pid)
         assert ended, f"after {within:g} s: exit code {code}, still there: {left}\n{self.tail()}"
         assert code is not None
+        return code
+
+    def wait_gone(self, within: float) -> int:
+        """`wait_ended`, and every port that the server may have had is free by then."""
+        deadline = time.monotonic() + within
+        code = self.wait_ended(within)
+        taken = lambda: [p for p in ports_of(self.port) if port_problem(LOOPBACK, p)]  # noqa: E731
+        assert wait_until(lambda: not taken(), deadline - time.monotonic()), taken()
         return code
 
     def stop(self) -> None:
