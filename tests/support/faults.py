@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FAULT = "SGLANG_AFD_TEST_FAULT"
+_NEW_MOUNTS, _PRIVATE = 0x00020000, 0x44000  # CLONE_NEWNS; MS_REC | MS_PRIVATE
 NETWORK = "SGLANG_AFD_TEST_NETWORK"
 """Path of the network namespace that a world's processes are to run in."""
 _IN_CHILDREN = """
@@ -32,6 +33,7 @@ def plant() -> None:
         {fault.__name__: fault for fault in FAULTS}[name]()
     if path := os.environ.get(NETWORK):
         join(path)
+        _have_own_shared_memory()
 
 
 def join(network: str) -> None:
@@ -41,8 +43,20 @@ def join(network: str) -> None:
         OSError: it may not.
     """
     with open(network) as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
-            raise OSError(ctypes.get_errno(), f"cannot join {network}")
+        _call("setns", file.fileno(), 0)
+
+
+def _have_own_shared_memory() -> None:
+    """By what they share there, SGLang's ranks find out whether they are on one host."""
+    _call("unshare", _NEW_MOUNTS)
+    _call("mount", None, b"/", None, _PRIVATE, None)
+    _call("mount", b"none", b"/dev/shm", b"tmpfs", 0, None)
+
+
+def _call(name: str, *args: Any) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args):
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
 
 
 def only_children(name: str, folder: Path) -> dict[str, str]:

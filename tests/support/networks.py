@@ -25,7 +25,11 @@ class Host(NamedTuple):
     @property
     def environment(self) -> dict[str, str]:
         """What a world needs to run there."""
-        return {NETWORK: self._path, "GLOO_SOCKET_IFNAME": self.interface}
+        return {
+            NETWORK: self._path,
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "SGLANG_HOST_IP": self.address,  # there is no way out by which to find it
+        }
 
     @property
     def _path(self) -> str:
