@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 
 MINUTES = os.environ.get("SGLANG_AFD_SOAK_MINUTES")
 """Set by ``make soak``: how long the one soak takes that it runs."""
-TOKENS = 600  # of a rank's pool: too few for all places at their longest
+TOKENS = 280  # of a rank's pool: too few for all places at their longest
 TIGHT = replace(
     small(A2F2),
     flags=(

@@ -15,7 +15,6 @@ from tests.support.layouts import CHUNK, RUNNING
 from tests.support.processes import title, wait_until
 from tests.support.random_load import (
     KINDS,
-    MOST,
     STREAM,
     Arrival,
     answers_alone,
@@ -28,12 +27,14 @@ from tests.support.reference import Expect
 from tests.support.workload import VOCABULARY, Prompt
 from tests.support.world import World
 
-PER_ROUND = 40  # requests, beside those that fill every place
+PER_ROUND = 20  # requests, beside those that fill every place
+_FULL_HOUSE_TOKENS = 24
 _DISTINCT = 6  # prompts that no other continues
 _PRIORITIES = (0, 5, 20)  # the last takes a running request's place
 _FORGET_EVERY = 3  # rounds after which the prefix cache is emptied
 
 SETTLED = 1 / 3  # share of a soak after which a process holds all that it needs
+_FEWEST = 3  # settled samples from which growth can be told
 SPARE_HANDLES = 4
 SPARE_MEMORY = 0.05
 """Share of its memory by which a process may grow once it has settled: its caches still do."""
@@ -83,13 +84,14 @@ def soak(world: World, expect: Expect, seed: int, seconds: float) -> str:
     assert not found, f"seed {seed}, {len(samples)} rounds: {found}"
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(asked.items()))
     taken = world.log.count("Retract requests")
-    return f"seed {seed}: {len(samples)} rounds in {seconds:.0f} s, {kinds}; {taken} retractions"
+    judged = "no leak" if len(_settled(samples)) >= _FEWEST else "too few rounds to tell of leaks"
+    return f"{len(samples)} rounds in {seconds:.0f} s: {kinds}; {taken} retractions; {judged}"
 
 
 def leaks(samples: Sequence[Sample]) -> list[str]:
     """What grows without bound, a line for each process and kind; none of a few samples."""
-    settled = [s for s in samples if s.seconds >= SETTLED * samples[-1].seconds]
-    if len(settled) < 3:
+    settled = _settled(samples)
+    if len(settled) < _FEWEST:
         return []
     found = []
     for name, first in settled[0].uses.items():
@@ -105,6 +107,10 @@ def leaks(samples: Sequence[Sample]) -> list[str]:
     return found
 
 
+def _settled(samples: Sequence[Sample]) -> list[Sample]:
+    return [s for s in samples if s.seconds >= SETTLED * samples[-1].seconds]
+
+
 def _growth(samples: Sequence[Sample], values: Sequence[float]) -> float:
     """By how much the line through `values` rises from the first of the samples to the last."""
     times = [sample.seconds for sample in samples]
@@ -117,7 +123,9 @@ def _full_house(prompt: Prompt) -> list[Arrival]:
     All tokens of a prompt are the same, and so go to the same experts.
     """
     return [
-        Arrival(prompt, MOST, 0.0, None, STREAM, {"routed_dp_rank": rank, "priority": 5})
+        Arrival(
+            prompt, _FULL_HOUSE_TOKENS, 0.0, None, STREAM, {"routed_dp_rank": rank, "priority": 5}
+        )
         for rank in (0, 1)
         for _ in range(RUNNING)
     ]
