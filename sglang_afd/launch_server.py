@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from sglang_afd import plugin, start
 from sglang_afd.causes import INTERRUPTED
+from sglang_afd.config import ConfigError
+from sglang_afd.front.settings import settings as front_settings
 from sglang_afd.upstream import server
 
 PROGRAM = "launch_server"
@@ -19,8 +21,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: it could not start, or failed, or Ctrl-C ended it.
     """
+    args = sys.argv[1:] if argv is None else list(argv)
     try:
-        command = start.prepare(sys.argv[1:] if argv is None else argv, program=PROGRAM)
+        behind = front_settings(args)
+    except ConfigError as error:
+        start.fail(PROGRAM, str(error))
+    if behind is not None:
+        from sglang_afd.front.command import run  # its HTTP library is for the front alone
+
+        raise SystemExit(run(behind, program=PROGRAM))
+    try:
+        command = start.prepare(args, program=PROGRAM)
         if command.config is not None:
             ranks = len(command.config.local_ranks())
             plural = "s" if ranks > 1 else ""

@@ -12,13 +12,10 @@ from http import HTTPStatus
 from typing import Any
 from weakref import WeakSet
 
+from sglang_afd.causes import REQUEST_LOST
 from sglang_afd.upstream.ending import serves
 from sglang_afd.upstream.hooks import Hook, Kind
 
-MESSAGE = (
-    "the deployment has failed and ends, and this request with it; the server's log names the "
-    "cause; send the request again once the server is back"
-)
 _TO_SEND = 0.5
 """Seconds that the HTTP server has to send the errors before it ends."""
 _ending: WeakSet[Any] = WeakSet()  # SGLang's tokenizer managers whose end is under way
@@ -45,7 +42,7 @@ def fail_all(manager: Any) -> None:
 
     reason = {
         "type": "abort",
-        "message": MESSAGE,
+        "message": REQUEST_LOST,
         "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
         "err_type": HTTPStatus.SERVICE_UNAVAILABLE.phrase,
     }
