@@ -30,7 +30,7 @@ _SGLANG_FLAGS = "SGLang's flags"
 _MODEL_FLAGS = ("--model-path", "--model")
 
 
-_NAN_CHECK_ENV = "SGLANG_ENABLE_NAN_LOGITS_CHECK"
+NAN_CHECK_ENV = "SGLANG_ENABLE_NAN_LOGITS_CHECK"
 """SGLang's check of every row that it samples from; without it a NaN becomes some token, and stays
 in the request's KV and in the prefix cache."""
 _STATES_ENV = "SGLANG_MAMBA_CONV_DTYPE"
@@ -94,7 +94,7 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
         # Compiling for every number of rows, used or not, takes longer than a start may.
         os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
     if command.config is not None:
-        os.environ.setdefault(_NAN_CHECK_ENV, "1")
+        os.environ.setdefault(NAN_CHECK_ENV, "1")
     if on_cpu:
         from sglang_afd.platform.defaults import cpu_server_args, environment_problem
 

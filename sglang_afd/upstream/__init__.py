@@ -24,6 +24,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         in_flight,
         inputs,
         lanes,
+        leftovers,
         lm_head,
         loading,
         loads,
@@ -59,4 +60,5 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *ending.HOOKS,
         *health.HOOKS,
         *in_flight.HOOKS,
+        *leftovers.HOOKS,
     )

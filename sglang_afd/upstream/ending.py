@@ -21,6 +21,7 @@ from sglang_afd.addresses import port_problem
 from sglang_afd.causes import INTERRUPTED
 from sglang_afd.context import current
 from sglang_afd.dispatch.transport import ExchangeError
+from sglang_afd.upstream import leftovers
 from sglang_afd.upstream.handshake import StartError
 from sglang_afd.upstream.hooks import Hook, Kind
 
@@ -60,7 +61,8 @@ def ending(program: str) -> Iterator[None]:
     Raises:
         SystemExit: with 1 and the cause told if the block raises; with `INTERRUPTED` on Ctrl-C.
     """
-    causes.collect()
+    causes.collect()  # before: they are told after all else is removed
+    leftovers.begin()
     _served[os.getpid()] = program
     status: int | str | None = 0
     try:
@@ -89,6 +91,7 @@ def _end_children() -> None:
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # watchdogs send it when children end
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     kill_process_tree(os.getpid(), include_parent=False)
+    leftovers.remove()
 
 
 def _say(text: str) -> None:

@@ -24,6 +24,7 @@ from tests.support.processes import (
     cpu_seconds,
     end_session,
     session_members,
+    shared_files,
     wait_until,
 )
 
@@ -129,6 +130,8 @@ class World(Client):
         self._forked, self._busy = time.monotonic(), busy_seconds()
         self.started: Start | None = None
         """None: it has not been healthy yet."""
+        self.shared: set[Path] = set()
+        """Files in shared memory that it had when it became healthy."""
 
     @property
     def log(self) -> str:
@@ -158,6 +161,7 @@ class World(Client):
                 raise AssertionError(f"the server ended with {code} while starting:\n{self.tail()}")
             if "fired up and ready" in self.log and self.get("/health").status_code == 200:
                 self.started = self.started or self._start()
+                self.shared = shared_files(self.processes())
                 return self
             time.sleep(0.2)
         end_session(self.pid)
@@ -182,11 +186,13 @@ class World(Client):
         return code
 
     def wait_gone(self, within: float) -> int:
-        """`wait_ended`, and every port that the server may have had is free by then."""
+        """`wait_ended`; by then its ports are free, and its shared memory is gone."""
         deadline = time.monotonic() + within
         code = self.wait_ended(within)
         taken = lambda: [p for p in ports_of(self.port) if port_problem(LOOPBACK, p)]  # noqa: E731
         assert wait_until(lambda: not taken(), deadline - time.monotonic()), taken()
+        left = {path for path in self.shared if path.exists()}
+        assert not left, left
         return code
 
     def stop(self) -> None:

@@ -26,6 +26,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -61,6 +62,7 @@ def _serve(request: dict) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.environ.update(request.get("env", {}))
+    tempfile.tempdir = None  # it follows from the environment, too
     # SGLang asks for spawn; forked children keep the imported modules and the installed hooks.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None
