@@ -58,7 +58,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *inputs.HOOKS,
         *text_only.HOOKS,
         *ending.HOOKS,
-        *health.HOOKS,
+        *health.hooks(config),
         *in_flight.HOOKS,
         *leftovers.HOOKS,
     )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from sglang_afd.running import free_port
+from sglang_afd.upstream import health
 from tests.support.layouts import CHECKPOINTS
 from tests.support.processes import scheduler, wait_until
 from tests.support.reference import Expect, assert_equal
@@ -162,3 +165,23 @@ def test_killed_rank(pair: Pair, role: str) -> None:
         assert world.wait_ended(END_WITHIN) == 1
         assert world.last_line.startswith("launch_server: error: "), world.tail()
     assert f"{name} was ended by SIGKILL" in victim.last_line, victim.tail()
+
+
+@pytest.mark.full
+def test_health_of_both_while_a_rank_hangs(pair: Pair) -> None:
+    """Each command's endpoint tells of a rank that the other one has started, too."""
+    front, back = pair(1, 1)
+    front.wait_healthy()
+    process = scheduler(back.pid, 1)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            began = time.monotonic()
+            asked = pool.submit(front.get, "/health")
+            assert wait_until(lambda: back.get("/health").status_code == 503, health.FAILED_AFTER)
+            assert asked.result().status_code == 503
+            assert time.monotonic() - began < health.FAILED_AFTER
+    finally:
+        process.send_signal(signal.SIGCONT)
+    for world in (front, back):
+        assert wait_until(lambda: world.get("/health").status_code == 200, 20)  # noqa: B023
