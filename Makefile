@@ -4,9 +4,10 @@ VENV := .venv/bin/python
 PYTEST := $(VENV) -m pytest
 # Processes that run tests; those that share a server (or a file) stay on one of them.
 WORKERS ?= 2
+MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-upstream lint format clean
+.PHONY: help setup demo test test-full test-upstream soak lint format clean
 
 help:
 	@echo 'make setup      make .venv: dependencies once per machine, then this checkout (seconds)'
@@ -16,6 +17,7 @@ help:
 	@echo 'make test-full  all tests, full matrices included; dated record in tests/records/'
 	@echo 'make test-upstream  with SGLANG_SRC=path of a checkout of SGLang: its CPU unit tests with this'
 	@echo '                package and without; else the tests that its wheel ships, on both'
+	@echo 'make soak       random load for MINUTES=30 minutes: right answers, no leak'
 	@echo 'make lint       ruff and mypy alone'
 	@echo 'make format     let ruff reformat and mend what it can'
 	@echo 'make clean      remove .venv, build products, caches and reports'
@@ -55,6 +57,9 @@ endif
 format: setup
 	$(VENV) -m ruff check --fix
 	$(VENV) -m ruff format
+
+soak: setup
+	SGLANG_AFD_SOAK_MINUTES=$(MINUTES) $(PYTEST) tests/integration/test_soak.py -rP
 
 clean:
 	rm -rf .venv build dist reports *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

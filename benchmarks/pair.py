@@ -24,6 +24,7 @@ from benchmarks.pair_requests import Round, Workload, figures_of, rates_of, send
 from benchmarks.progress import say
 from benchmarks.steps import SPREAD
 from sglang_afd.validate import environment
+from sglang_afd.whole_file import write_whole
 
 VERSION = 1
 _LATENCIES = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
@@ -174,5 +175,4 @@ def save(pair: Pair, file: Path) -> None:
         FileExistsError: another one has come there meanwhile.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("xb") as out:
-        out.write(msgspec.json.format(msgspec.json.encode(pair), indent=1) + b"\n")
+    write_whole(file, msgspec.json.format(msgspec.json.encode(pair), indent=1) + b"\n", new=True)

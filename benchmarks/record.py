@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from benchmarks.steps import SPREAD, spread
+from sglang_afd.whole_file import write_whole
 
 VERSION = 1
 ROOT = Path(__file__).resolve().parents[1]
@@ -217,8 +218,7 @@ def save(record: Record, folder: Path) -> Path:
     while True:
         file = folder / f"{record.name}{'' if number == 1 else f'-{number}'}.json"
         try:
-            with file.open("xb") as opened:
-                opened.write(content)
+            write_whole(file, content, new=True)
             return file
         except FileExistsError:
             number += 1

@@ -17,6 +17,12 @@ ENV = "SGLANG_AFD_CAUSES"
 INTERRUPTED = 130
 """Status of a command that Ctrl-C has ended, as shells have it."""
 
+REQUEST_LOST = (
+    "the deployment has failed and ends, and this request with it; the server's log names the "
+    "cause; send the request again once the server is back"
+)
+"""What the client of a request is told that a failing deployment has not answered."""
+
 _CAUSE, _CONSEQUENCE = "cause ", "after "
 _LONGEST = 1000  # characters of a note; it is one line of a terminal's scrollback
 

@@ -39,6 +39,8 @@ def Engine(**arguments: Any) -> Any:
             "Engine takes no server_args, which would bring AFD's settings along unchecked; give "
             "its fields by their names"
         )
+    if arguments.get("afd_restart"):
+        raise start.Refused("afd_restart keeps a server's port and requests; an Engine has neither")
     imported_before = server.is_imported() and os.environ.get(CPU_ENV) != "1"
     arguments.setdefault("log_level", "error")
     arguments.setdefault("port", free_port())  # ranks take ports next to it; none is served

@@ -14,6 +14,7 @@ from sglang_afd.topology import Role
 _DP_RANKS = "DP ranks are --afd-attention-ranks + --afd-ffn-ranks"
 _WORLD = "the world is (--afd-attention-ranks + --afd-ffn-ranks) x --afd-attention-tp"
 _ROWS = "--afd-transport says how rows travel"
+RETRY, FAIL = "retry", "fail"
 FFN_PORT = 30001
 """Where an FFN command answers /health unless ``--port`` says.  SGLang's default, 30000, is where
 the attention command serves, on the same host maybe."""
@@ -118,6 +119,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="fail a rank that waits longer for a peer in one exchange (default: %(default)g); "
         "deepep's own kernels give up after about 100 s, whatever is given here",
     )
+    add_restart_flags(group)
     group.add_argument(
         "--afd-role",
         choices=[role.value for role in Role],
@@ -126,6 +128,39 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "On one machine with a GPU for every rank of both, FFN ranks take the GPUs after those of "
         "the attention ranks; --base-gpu-id chooses others",
     )
+
+
+def add_restart_flags(parser: argparse._ActionsContainer) -> None:
+    """Add the flags of the front (see `sglang_afd.front`) to `parser`."""
+    parser.add_argument(
+        "--afd-restart",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start the deployment again when it fails, N times at most, behind a process that "
+        "keeps the HTTP port: new requests wait meanwhile (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--afd-restart-requests",
+        default=RETRY,
+        metavar=f"{RETRY}|{FAIL}",
+        help="what becomes of requests that ran: asked again once, from their prompt, unless a "
+        "part of the answer is sent already; or a 503 (default: %(default)s)",
+    )
+
+
+def check_restart(known: argparse.Namespace) -> None:
+    """Check the flags of `add_restart_flags`.
+
+    Raises:
+        ConfigError: they cannot be right.
+    """
+    if known.afd_restart < 0:
+        raise ConfigError(f"--afd-restart is {known.afd_restart}; it must be at least 0")
+    if known.afd_restart_requests not in (RETRY, FAIL):
+        raise ConfigError(
+            f"--afd-restart-requests is {known.afd_restart_requests}; it must be {RETRY} or {FAIL}"
+        )
 
 
 def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Command:
@@ -149,6 +184,7 @@ def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Comma
         if isinstance(value, list):  # argparse's own reading of ``--flag=--``
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} has no value; see --help for the --afd-* flags")
+    check_restart(known)
     unknown = [arg for arg in rest if arg.startswith("--afd-")]
     if unknown:
         raise ConfigError(f"unknown flag {unknown[0]}; see --help for the --afd-* flags")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from sglang_afd import on_ray, plugin, start
 from sglang_afd.causes import INTERRUPTED
 from sglang_afd.config import ConfigError
+from sglang_afd.front.settings import settings as front_settings
 from sglang_afd.upstream import server
 
 PROGRAM = "launch_server"
@@ -20,12 +21,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: it could not start, or failed, or Ctrl-C ended it.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    args = sys.argv[1:] if argv is None else list(argv)
     try:
-        wanted, rest = on_ray.take(argv)
-        if wanted is not None and not start.asks_for_help(argv):
-            raise SystemExit(on_ray.run(wanted, rest, program=PROGRAM))
-        command = start.prepare(argv, program=PROGRAM)
+        if not start.asks_for_help(args):
+            _hand_over(args)
+        command = start.prepare(args, program=PROGRAM)
         if command.config is not None:
             ranks = len(command.config.local_ranks())
             plural = "s" if ranks > 1 else ""
@@ -40,6 +40,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     except server.FlagError as error:
         start.fail(PROGRAM, f"{error}; see --help")
     server.run(arguments, program=PROGRAM)
+
+
+def _hand_over(args: Sequence[str]) -> None:
+    """Let other processes serve, if `args` ask for that; does not return then.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    behind, (on_cluster, rest) = front_settings(args), on_ray.take(args)
+    if behind is not None and on_cluster is not None:
+        raise ConfigError("--afd-restart keeps no deployment on a Ray cluster; leave one of them out")
+    if behind is not None:
+        from sglang_afd.front.command import run  # its HTTP library is for the front alone
+
+        raise SystemExit(run(behind, program=PROGRAM))
+    if on_cluster is not None:
+        raise SystemExit(on_ray.run(on_cluster, rest, program=PROGRAM))
 
 
 if __name__ == "__main__":

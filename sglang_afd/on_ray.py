@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from sglang_afd.causes import INTERRUPTED
-from sglang_afd.command_line import last_value, values
+from sglang_afd.command_line import expand_config_file, last_value, values
 from sglang_afd.config import AfdConfig, ConfigError
 from sglang_afd.flags import parse
 from sglang_afd.topology import Role
@@ -74,16 +74,20 @@ def take(argv: Sequence[str]) -> tuple[OnRay | None, list[str]]:
     """Split a command line into what Ray is asked for (None: nothing) and the rest.
 
     Raises:
-        ConfigError: a node is named, but no cluster is.
+        ConfigError: a flag lacks its value, a node is named but no cluster is, or --config cannot
+            be read.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_flags(parser)
-    known, rest = parser.parse_known_args(list(argv))
+    try:
+        known, rest = parser.parse_known_args(expand_config_file(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}; see --help for the --afd-* flags") from error
     if known.afd_ray is None:
         for role in ("attention", "ffn"):
             if getattr(known, f"afd_ray_{role}_node") is not None:
                 raise ConfigError(f"--afd-ray-{role}-node needs --afd-ray")
-        return None, rest
+        return None, list(argv)
     return OnRay(known.afd_ray, known.afd_ray_attention_node, known.afd_ray_ffn_node), rest
 
 

@@ -30,6 +30,9 @@ _SGLANG_FLAGS = "SGLang's flags"
 _MODEL_FLAGS = ("--model-path", "--model")
 
 
+NAN_CHECK_ENV = "SGLANG_ENABLE_NAN_LOGITS_CHECK"
+"""SGLang's check of every row that it samples from; without it a NaN becomes some token, and stays
+in the request's KV and in the prefix cache."""
 _STATES_ENV = "SGLANG_MAMBA_CONV_DTYPE"
 _STATES = {"float": "float32", "float32": "float32", "half": "float16", "float16": "float16"}
 """--dtype -> that of the convolution's states in linear attention, which SGLang keeps in bfloat16
@@ -95,6 +98,8 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
     if command.config is not None and not on_cpu:
         # Compiling for every number of rows, used or not, takes longer than a start may.
         os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
+    if command.config is not None:
+        os.environ.setdefault(NAN_CHECK_ENV, "1")
     if on_cpu:
         from sglang_afd.platform.defaults import cpu_server_args, environment_problem
 

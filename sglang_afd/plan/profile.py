@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_afd.plan.errors import PlanError, real, whole
+from sglang_afd.whole_file import write_whole
 
 SHIPPED = Path(__file__).with_name("profiles")
 _SHARES = frozenset(
@@ -135,4 +136,4 @@ def write_profile(profile: GpuProfile, path: Path) -> None:
     values = asdict(profile)
     figures = {key: [values[key], profile.sources[key]] for key in (*_NUMBERS, "domain")}
     content = {"name": profile.name, "measured": profile.measured, "figures": figures}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())

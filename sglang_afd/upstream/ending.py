@@ -21,6 +21,7 @@ from sglang_afd.addresses import port_problem
 from sglang_afd.causes import INTERRUPTED
 from sglang_afd.context import current
 from sglang_afd.dispatch.transport import ExchangeError
+from sglang_afd.upstream import leftovers
 from sglang_afd.upstream.handshake import StartError
 from sglang_afd.upstream.hooks import Hook, Kind
 
@@ -31,8 +32,26 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController"
 _DETOKENIZER = "sglang.srt.managers.detokenizer_manager.DetokenizerManager"
 _GLOO = "gloo/"  # in its errors: a peer has ended, or hangs
+_NO_MEMORY = (
+    "give the rank less to hold (a lower --mem-fraction-static, --max-running-requests or "
+    "--afd-max-tokens-per-rank; more --afd-ffn-ranks) or a larger machine"
+)
+_MENDS = {
+    # what an error says, in small letters -> what to do
+    "address already in use": "another process took this port while the command started: choose "
+    "another --port (or, with two commands, another port in --dist-init-addr)",
+    "nan detected": "a layer or an expert gave what is no number, by damaged weights or an "
+    "overflow of --dtype: `python -m sglang_afd.validate` names the layer",
+    "can't allocate memory": _NO_MEMORY,
+    "out of memory": _NO_MEMORY,
+}
 _served: dict[int, str] = {}  # the process that serves, once it does: its program
 _interrupts: list[int] = []
+
+
+def serves() -> bool:
+    """Whether this process is a command that serves HTTP; an offline engine's is its program."""
+    return os.getpid() in _served
 
 
 @contextmanager
@@ -42,7 +61,8 @@ def ending(program: str) -> Iterator[None]:
     Raises:
         SystemExit: with 1 and the cause told if the block raises; with `INTERRUPTED` on Ctrl-C.
     """
-    causes.collect()
+    causes.collect()  # before: they are told after all else is removed
+    leftovers.begin()
     _served[os.getpid()] = program
     status: int | str | None = 0
     try:
@@ -71,6 +91,7 @@ def _end_children() -> None:
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # watchdogs send it when children end
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     kill_process_tree(os.getpid(), include_parent=False)
+    leftovers.remove()
 
 
 def _say(text: str) -> None:
@@ -117,13 +138,9 @@ def _note_cause(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _mend(error: Exception) -> str:
-    """What to do about a port that was free when the gates looked, or an empty text."""
-    if "address already in use" not in str(error).lower():
-        return ""
-    return (
-        "; another process took this port while the command started: choose another --port (or, "
-        "with two commands, another port in --dist-init-addr)"
-    )
+    """What to do about `error`, where it does not say so itself, or an empty text."""
+    text = str(error).lower()
+    return next((f"; {mend}" for sign, mend in _MENDS.items() if sign in text), "")
 
 
 def _name() -> str:
@@ -143,8 +160,8 @@ def _without_interrupts(original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _stop_on_interrupt(_: None, manager: Any) -> None:
-    if os.getpid() not in _served or manager.event_loop is None:
-        return  # an offline engine: Ctrl-C is its program's
+    if not serves() or manager.event_loop is None:
+        return  # Ctrl-C is the program's
 
     def interrupt() -> None:
         _interrupts.append(signal.SIGINT)

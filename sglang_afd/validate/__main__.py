@@ -75,10 +75,14 @@ def _validate(argv: Sequence[str]) -> int:
             found = run(settings, argv, waiting)
     except KeyboardInterrupt:
         return INTERRUPTED
-    report.write(found, own.out)
-    if own.plot is not None:
-        plot.draw(found, own.plot)
     _show(console, found)
+    try:
+        report.write(found, own.out)
+        if own.plot is not None:
+            plot.draw(found, own.plot)
+    except OSError as error:
+        console.print(f"Cannot be written: {error}; make room and run it again", highlight=False)
+        return 1
     console.print(f"Report: {own.out}", highlight=False)
     if found.verdict == report.PASS:
         shutil.rmtree(work)

@@ -11,6 +11,7 @@ from sglang_afd import running
 from sglang_afd.observe.recording import RECORD_ENV, Recordings
 from sglang_afd.progress import Waiting, log_tick
 from sglang_afd.running import Server, ServerFailed
+from sglang_afd.start import NAN_CHECK_ENV
 from sglang_afd.validate import answers
 from sglang_afd.validate.answers import Continuation, Forced, Unanswered, ask_all
 from sglang_afd.validate.layers import rows_expected
@@ -42,7 +43,9 @@ def answer(
         SideFailed: it did not start.
     """
     waiting.begin(f"Candidate: {settings.layout}")
-    environment = {RECORD_ENV: str(settings.recordings("candidate"))} if record else {}
+    environment = {NAN_CHECK_ENV: "0"}  # a NaN is to be seen where it stands, not to end the ranks
+    if record:
+        environment[RECORD_ENV] = str(settings.recordings("candidate"))
     try:
         with running.serve(
             "candidate",

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from sglang_afd.validate.thresholds import Thresholds
+from sglang_afd.whole_file import write_whole
 
 VERSION = 1
 PASS, FAIL = "pass", "fail"
@@ -224,9 +225,13 @@ def _divergences(report: Report) -> Iterator[str]:
 
 
 def write(report: Report, path: Path) -> None:
-    """Write `report` as JSON."""
+    """Write `report` as JSON.
+
+    Raises:
+        OSError: it cannot be written; no half report is left.
+    """
     text = msgspec.json.format(msgspec.json.encode(report), indent=1)
-    path.write_bytes(text + b"\n")
+    write_whole(path, text + b"\n")
 
 
 def read(path: Path) -> Report:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
@@ -27,9 +25,18 @@ from tests.support.layouts import (
     small,
 )
 from tests.support.processes import wait_until
+from tests.support.random_load import (
+    MAY_END,
+    answers_alone,
+    arrivals,
+    known_prompts,
+    nothing_left,
+    run,
+    until_end,
+)
 from tests.support.reference import Expect, assert_equal, check
 from tests.support.seeds import fresh_seed
-from tests.support.workload import Prompt, prompts, send
+from tests.support.workload import prompts, send
 from tests.support.world import World
 
 pytestmark = pytest.mark.integration
@@ -42,11 +49,8 @@ OTHERS = (
     *families(TWO),
 )
 
-TOKENS, LONGEST, MOST = 280, 100, 60  # of the tiny pool, a prompt and an answer
+TOKENS = 280  # of the tiny pool
 _TINY = ("--max-total-tokens", str(TOKENS), "--schedule-conservativeness", "0.3")
-ENDS, MAY_END = {0, 2}, {"ignore_eos": False}
-"""Tokens that end an answer, and a request that they may end: SGLang admits more of those than fit,
-for it expects them to end early."""
 TINY = replace(lanes(small(A2F1), 2, *_TINY), note="tiny-2lanes")
 TINY_THREE = replace(lanes(small(A1F1), 3, *_TINY), note="tiny-3lanes")
 
@@ -65,27 +69,9 @@ def loads(world: World) -> tuple[int, int]:
     return load["num_running_reqs"], load["num_waiting_reqs"]
 
 
-def used_tokens(world: World) -> list[int]:
-    """KV tokens in use on each attention rank."""
-    return [load["num_used_tokens"] for load in world.get("/v1/loads").json()["loads"]]
-
-
 def retractions(world: World) -> int:
     """How often a rank has taken requests back for lack of memory."""
     return world.log.count("Retract requests")
-
-
-def until_end(tokens: Sequence[int]) -> tuple[int, ...]:
-    """What comes of a request that may end."""
-    ends = [place for place, token in enumerate(tokens) if token in ENDS]
-    return tuple(tokens[: ends[0] + 1] if ends else tokens)
-
-
-def nothing_left(world: World) -> None:
-    """Every page of every rank can be had again."""
-    response = world.post("/flush_cache", params={"timeout": 20})
-    assert response.status_code == 200, response.text
-    assert wait_until(lambda: not any(used_tokens(world)), 10), used_tokens(world)
 
 
 @on(TWO, full=(THREE, *OTHERS))
@@ -237,60 +223,12 @@ def test_a_request_that_never_fits_ends_alone(world: World, expect: Expect) -> N
 MANY = 500
 
 
-class Arrival(NamedTuple):
-    """A request of the random run."""
-
-    prompt: Prompt
-    new_tokens: int
-    gap: float
-    """Seconds after the one before."""
-    hangs_up_after: int | None
-    """Chunks after which its client leaves; None: it stays."""
-
-
-def arrivals(seed: int, count: int) -> tuple[list[Prompt], list[Arrival]]:
-    """Random requests for few distinct prompts, some of which continue others."""
-    draw, distinct = random.Random(seed), min(10, count // 6)
-    stems = prompts([draw.randint(1, LONGEST // 2) for _ in range(distinct)], seed=seed)
-    tails = prompts([draw.randint(1, LONGEST // 2) for _ in range(2 * distinct)], seed=seed + 1)
-    known = [*stems, *(draw.choice(stems) + tail for tail in tails)]
-    made = [
-        Arrival(
-            draw.choice(known),
-            draw.choice((1, draw.randint(2, 10), draw.randint(10, MOST))),
-            draw.choice((0.0, 0.0, draw.uniform(0.0, 0.06))),
-            draw.randint(1, 8) if draw.random() < 0.1 else None,
-        )
-        for _ in range(count)
-    ]
-    return known, made
-
-
 def random_run(world: World, expect: Expect, seed: int, count: int) -> None:
     """Every request's tokens are those of its solo run, and every lane got its turns."""
-    known, made = arrivals(seed, count)
-    alone = {prompt: until_end(e.tokens) for prompt, e in zip(known, expect(known, MOST))}
-    starts = [sum(a.gap for a in made[: i + 1]) for i in range(count)]
-    begin, before, taken_back = time.monotonic(), counts(world, "steps"), retractions(world)
-
-    def ask(index: int) -> str:
-        arrival = made[index]
-        time.sleep(max(0.0, begin + starts[index] - time.monotonic()))
-        got: Sequence[Any] = ()
-        stream = world.stream(arrival.prompt, arrival.new_tokens, sampling_params=MAY_END)
-        for chunk, body in enumerate(stream, 1):
-            got = body["output_ids"]
-            if chunk == arrival.hangs_up_after:
-                break
-        stream.close()
-        want = alone[arrival.prompt][: arrival.new_tokens]
-        whole = arrival.hangs_up_after is None
-        if tuple(got) != (want if whole else want[: len(got)]):
-            return f"request {index} {arrival}: {got}, alone {want}"
-        return ""
-
-    with ThreadPoolExecutor(64) as pool:
-        wrong = [found for found in pool.map(ask, range(count)) if found]
+    known = known_prompts(seed, min(10, count // 6))
+    alone = answers_alone(world, expect, known, constrained=False)
+    before, taken_back = counts(world, "steps"), retractions(world)
+    wrong = run(world, arrivals(known, seed, count), alone)
     assert not wrong, f"seed {seed}: {len(wrong)} of {count} differ, first {wrong[0]}"
     ran = [after - was for was, after in zip(before, counts(world, "steps"), strict=True)]
     assert min(ran) > 0, f"seed {seed}: steps of each lane of rank 0: {ran}"

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from sglang_afd.running import free_port
+from sglang_afd.upstream import health
 from tests.support.layouts import CHECKPOINTS
 from tests.support.processes import scheduler, wait_until
 from tests.support.reference import Expect, assert_equal
+from tests.support.two_commands import command
 from tests.support.workload import prompts, send
 from tests.support.world import STOP, World
 
@@ -22,21 +26,6 @@ pytestmark = pytest.mark.integration
 Start = Callable[..., World]
 START_TIMEOUT = 20.0  # seconds, where a test waits for it to run out
 END_WITHIN = 30.0  # seconds from the cause of an end to the last process's end
-
-
-def command(role: str, port: int, attention: int, ffn: int, *flags: str) -> list[str]:
-    """One role's flags; both commands meet at `port`."""
-    return [
-        *("--afd-attention-ranks", str(attention), "--afd-ffn-ranks", str(ffn)),
-        *("--afd-role", role, "--nnodes", "2", "--node-rank", "01"[role == "ffn"]),
-        *("--dist-init-addr", f"127.0.0.1:{port}", "--dtype", "float32"),
-        *flags,
-    ]
-
-
-def last_line(world: World) -> str:
-    """Where a command that failed names the cause."""
-    return world.log.splitlines()[-1]
 
 
 @pytest.fixture
@@ -117,7 +106,7 @@ def test_unequal_configuration(
     for world in worlds:
         assert world.wait_ended(END_WITHIN) == 1
     for world in worlds:
-        assert f"configured differently: {named}" in last_line(world), world.tail()
+        assert f"configured differently: {named}" in world.last_line, world.tail()
         assert "start every command with the same flags" in world.log
 
 
@@ -139,7 +128,7 @@ def test_one_http_port_for_both(start: Start) -> None:
     for world in worlds:
         assert world.wait_ended(END_WITHIN) == 1
     for world in worlds:
-        assert f"listen for HTTP at port {http} of this machine" in last_line(world), world.tail()
+        assert f"listen for HTTP at port {http} of this machine" in world.last_line, world.tail()
 
 
 def test_ctrl_c(pair: Pair) -> None:
@@ -174,5 +163,25 @@ def test_killed_rank(pair: Pair, role: str) -> None:
     scheduler(victim.pid, rank).kill()
     for world in (front, back):
         assert world.wait_ended(END_WITHIN) == 1
-        assert last_line(world).startswith("launch_server: error: "), world.tail()
-    assert f"{name} was ended by SIGKILL" in last_line(victim), victim.tail()
+        assert world.last_line.startswith("launch_server: error: "), world.tail()
+    assert f"{name} was ended by SIGKILL" in victim.last_line, victim.tail()
+
+
+@pytest.mark.full
+def test_health_of_both_while_a_rank_hangs(pair: Pair) -> None:
+    """Each command's endpoint tells of a rank that the other one has started, too."""
+    front, back = pair(1, 1)
+    front.wait_healthy()
+    process = scheduler(back.pid, 1)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            began = time.monotonic()
+            asked = pool.submit(front.get, "/health")
+            assert wait_until(lambda: back.get("/health").status_code == 503, health.FAILED_AFTER)
+            assert asked.result().status_code == 503
+            assert time.monotonic() - began < health.FAILED_AFTER
+    finally:
+        process.send_signal(signal.SIGCONT)
+    for world in (front, back):
+        assert wait_until(lambda: world.get("/health").status_code == 200, 20)  # noqa: B023

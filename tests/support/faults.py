@@ -6,6 +6,7 @@ give a command `only_children`.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 FAULT = "SGLANG_AFD_TEST_FAULT"
+_NEW_MOUNTS, _PRIVATE = 0x00020000, 0x44000  # CLONE_NEWNS; MS_REC | MS_PRIVATE
+NETWORK = "SGLANG_AFD_TEST_NETWORK"
+"""Path of the network namespace that a world's processes are to run in."""
 _IN_CHILDREN = """
 import sys
 if "--multiprocessing-fork" in sys.orig_argv:
@@ -27,6 +31,32 @@ def plant() -> None:
     """Give this process the fault that its environment names, if it names one."""
     if name := os.environ.get(FAULT):
         {fault.__name__: fault for fault in FAULTS}[name]()
+    if path := os.environ.get(NETWORK):
+        join(path)
+        _have_own_shared_memory()
+
+
+def join(network: str) -> None:
+    """Move this thread, and what it starts, into the network namespace at a path.
+
+    Raises:
+        OSError: it may not.
+    """
+    with open(network) as file:
+        _call("setns", file.fileno(), 0)
+
+
+def _have_own_shared_memory() -> None:
+    """By what they share there, SGLang's ranks find out whether they are on one host."""
+    _call("unshare", _NEW_MOUNTS)
+    _call("mount", None, b"/", None, _PRIVATE, None)
+    _call("mount", b"none", b"/dev/shm", b"tmpfs", 0, None)
+
+
+def _call(name: str, *args: Any) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args):
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
 
 
 def only_children(name: str, folder: Path) -> dict[str, str]:
@@ -178,6 +208,36 @@ def nan_once() -> None:
     _exchange(spoil)
 
 
+def no_memory_once() -> None:
+    """One step of an FFN rank asks for more memory than any machine has."""
+    import torch
+
+    from sglang_afd.ffn import serve
+
+    original, steps = serve.serve_rounds, itertools.count()
+
+    def starve(*args: Any) -> None:
+        if next(steps) == 40:
+            torch.empty(1 << 60)
+        original(*args)
+
+    serve.serve_rounds = starve
+
+
+def log_on_a_full_disk() -> None:
+    """From one decode step on, an attention rank can write no line of its log."""
+    steps = itertools.count()
+
+    def fill(call: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+        if next(steps) == 40:
+            full = os.open("/dev/full", os.O_WRONLY)
+            os.dup2(full, 1)
+            os.dup2(full, 2)
+        return call(hidden, ids, weights)
+
+    _exchange(fill)
+
+
 FAULTS = (
     scale_expert,
     zero_expert,
@@ -185,6 +245,8 @@ FAULTS = (
     serve_other_ranks_experts,
     drop_router_weights,
     nan_once,
+    no_memory_once,
+    log_on_a_full_disk,
     hold_every_tensor,
     hook_nothing,
     another_version,

@@ -7,6 +7,8 @@ import re
 import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -23,12 +25,27 @@ def session_members(leader: int) -> list[psutil.Process]:
     return members
 
 
+def title(process: psutil.Process) -> str:
+    """What a process calls itself."""
+    return " ".join(process.cmdline())
+
+
 def scheduler(leader: int, tp_rank: int) -> psutil.Process:
     """The process of world rank `tp_rank` in the session that `leader` leads."""
     for process in session_members(leader):
-        if re.match(rf"sglang::scheduler.*_TP{tp_rank}(_|\s|$)", " ".join(process.cmdline())):
+        if re.match(rf"sglang::scheduler.*_TP{tp_rank}(_|\s|$)", title(process)):
             return process
     raise LookupError(f"session {leader} has no scheduler of rank {tp_rank}")
+
+
+def shared_files(processes: list[psutil.Process]) -> set[Path]:
+    """Files in shared memory that `processes` have mapped, and that are still there."""
+    found: set[Path] = set()
+    for process in processes:
+        with suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            found |= {Path(name) for name in re.findall(r"(/dev/shm/\S+)$", maps, re.M)}
+    return {path for path in found if path.exists()}
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:

@@ -15,13 +15,16 @@ from typing import Any, NamedTuple, Protocol
 
 import psutil
 
-from sglang_afd.running import free_port
+from sglang_afd.addresses import port_problem
+from sglang_afd.running import free_port, ports_of
+from sglang_afd.upstream.ports import LOOPBACK
 from tests.support.client import Client
 from tests.support.processes import (
     busy_seconds,
     cpu_seconds,
     end_session,
     session_members,
+    shared_files,
     wait_until,
 )
 
@@ -130,11 +133,18 @@ class World(Client):
         self._forked, self._busy = time.monotonic(), busy_seconds()
         self.started: Start | None = None
         """None: it has not been healthy yet."""
+        self.shared: set[Path] = set()
+        """Files in shared memory that it had when it became healthy."""
 
     @property
     def log(self) -> str:
         """What the server has printed so far."""
         return self.log_path.read_text(errors="replace")
+
+    @property
+    def last_line(self) -> str:
+        """Where a command that failed names the cause."""
+        return self.log.splitlines()[-1]
 
     @property
     def exit_code(self) -> int | None:
@@ -154,6 +164,7 @@ class World(Client):
                 raise AssertionError(f"the server ended with {code} while starting:\n{self.tail()}")
             if "fired up and ready" in self.log and self.get("/health").status_code == 200:
                 self.started = self.started or self._start()
+                self.shared = shared_files(self.processes())
                 return self
             time.sleep(0.2)
         end_session(self.pid)
@@ -175,6 +186,16 @@ class World(Client):
             end_session(self.pid)
         assert ended, f"after {within:g} s: exit code {code}, still there: {left}\n{self.tail()}"
         assert code is not None
+        return code
+
+    def wait_gone(self, within: float) -> int:
+        """`wait_ended`; by then its ports are free, and its shared memory is gone."""
+        deadline = time.monotonic() + within
+        code = self.wait_ended(within)
+        taken = lambda: [p for p in ports_of(self.port) if port_problem(LOOPBACK, p)]  # noqa: E731
+        assert wait_until(lambda: not taken(), deadline - time.monotonic()), taken()
+        left = {path for path in self.shared if path.exists()}
+        assert not left, left
         return code
 
     def stop(self) -> None:

@@ -17,6 +17,7 @@ and the kernel ends the launchers that are left.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import json
@@ -25,6 +26,9 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -58,6 +62,7 @@ def _serve(request: dict) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.environ.update(request.get("env", {}))
+    tempfile.tempdir = None  # it follows from the environment, too
     # SGLang asks for spawn; forked children keep the imported modules and the installed hooks.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None
@@ -65,19 +70,35 @@ def _serve(request: dict) -> None:
     from sglang.srt.environ import envs
     from sglang.srt.managers.scheduler_components import metrics_reporter
 
-    from sglang_afd import launch_server
+    from sglang_afd.front import worlds
 
     # Read when SGLang was imported, which was before this server's environment was known.
     metrics_reporter.LOG_FORWARD_ITERS = envs.SGLANG_LOG_FORWARD_ITERS.get()
 
-    code = 1
-    try:
+    worlds.start = _fork_world
+
+    def run() -> None:
         faults.plant()
         if program := request.get("program"):
             sys.argv = [program, *request["argv"]]
             runpy.run_path(program, run_name="__main__")
         else:
-            launch_server.main(request["argv"])
+            _launch(request["argv"])
+
+    _end_with(run)
+
+
+def _launch(argv: list[str]) -> None:
+    from sglang_afd import launch_server
+
+    launch_server.main(argv)
+
+
+def _end_with(run: Callable[[], None]) -> NoReturn:
+    """Run it, and end this process with its status."""
+    code = 1
+    try:
+        run()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -89,6 +110,39 @@ def _serve(request: dict) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+async def _fork_world(argv: Sequence[str]) -> _Forked:
+    """In the place of `sglang_afd.front.worlds.start`: the world behind a front is forked too."""
+    pid = os.fork()
+    if pid:
+        return _Forked(pid)
+    asyncio.events._set_running_loop(None)
+    asyncio.set_event_loop(None)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.closerange(3, 1024)  # the front's sockets
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _end_with(lambda: _launch(list(argv)))
+
+
+class _Forked:
+    """A forked world, as the front sees a process."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    async def wait(self) -> int:
+        while True:
+            ended, status = os.waitpid(self._pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            await asyncio.sleep(0.05)
+
+    def send_signal(self, sign: int) -> None:
+        os.kill(self._pid, sign)
 
 
 def _refuse_threads() -> None:

@@ -78,6 +78,8 @@ def test_what_ray_is_asked_for_is_taken_off_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (["--afd-ray", *RANKS, "--afd-ray-ffn-node"], "--afd-ray-ffn-node: expected one argument"),
+        (["--afd-ray", *RANKS, "--afd-restart", "2"], "leave one of them out"),
         (["--afd-ray-ffn-node", "n"], "--afd-ray-ffn-node needs --afd-ray"),
         (["--afd-ray"], "needs --afd-attention-ranks"),
         (["--afd-ray", "--afd-attention-ranks", "1"], "give both"),

@@ -1,0 +1,55 @@
+"""What a command line asks of the front."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sglang_afd.command_line import expand_config_file, int_value, last_value, values
+from sglang_afd.config import ConfigError
+from sglang_afd.flags import FFN_PORT, RETRY, add_restart_flags, check_restart
+from sglang_afd.topology import Role
+
+_HOST, _PORT = "127.0.0.1", 30000  # SGLang's
+
+
+class Settings(NamedTuple):
+    """The front's part of a command line."""
+
+    restarts: int
+    """How often the world is started again, at most."""
+    retry: bool
+    """Requests whose world has died are sent to the next one; else they fail."""
+    host: str
+    port: int
+    world: list[str]
+    """The world's arguments, but for its host and port."""
+
+
+def settings(argv: Sequence[str]) -> Settings | None:
+    """What `argv` asks for; None: no front.
+
+    Raises:
+        ConfigError: it cannot be right.
+    """
+    expanded = expand_config_file(argv)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_restart_flags(parser)
+    try:
+        own, world = parser.parse_known_args(expanded)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}; see --help for the --afd-* flags") from error
+    check_restart(own)
+    if not own.afd_restart:
+        return None
+    if values(world, "--ssl-certfile", "--ssl-keyfile"):
+        raise ConfigError("--afd-restart serves no TLS; leave --ssl-* out, and end TLS before it")
+    ffn = last_value(world, "--afd-role") == Role.FFN.value
+    return Settings(
+        restarts=own.afd_restart,
+        retry=own.afd_restart_requests == RETRY,
+        host=last_value(world, "--host") or _HOST,
+        port=int_value(world, "--port", default=FFN_PORT if ffn else _PORT),
+        world=world,
+    )
