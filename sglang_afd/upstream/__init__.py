@@ -31,6 +31,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         ranks,
         refusals,
         routing,
+        speculation,
         step_sync,
         text_only,
     )
@@ -46,6 +47,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *expert_layers.HOOKS,
         *graphs.HOOKS,
         *lm_head.HOOKS,
+        *speculation.HOOKS,
         *loading.HOOKS,
         *memory.HOOKS,
         *holdings.HOOKS,
