@@ -8,6 +8,7 @@ the ranks of one attention group and exchanges nothing with F.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,11 +57,25 @@ def _worker_without_draft(algorithm: Any, server_args: Any) -> type:
     return TargetAlone
 
 
+def _unless_of_a_draft(
+    original: Callable[..., None], runner: Any, *, only_if_initialized: bool = False
+) -> None:
+    if only_if_initialized or not runner.is_draft_worker:
+        original(runner, only_if_initialized=only_if_initialized)
+
+
 HOOKS = (
     Hook(
         "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
         Kind.AROUND,
         _worker_without_draft,
         "F ranks have no draft: they serve one forward of the target in every step",
+    ),
+    Hook(
+        "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
+        ".refresh_deep_gemm_layout_memory_budget",
+        Kind.AROUND,
+        _unless_of_a_draft,
+        "all ranks of the world meet here, but F ranks have no draft, and a draft no experts",
     ),
 )
