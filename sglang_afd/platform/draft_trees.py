@@ -189,9 +189,8 @@ def sample_tree(
             said.append(tokens[found])
             at = found
             accepted.append(at)
-        left = target_probs[request, at].double()
-        if len(accepted) < accept_index.shape[1]:
-            left = (left - draft_probs[request, at].double()).clamp(min=0)
+        left = target_probs[request, at].double() - draft_probs[request, at].double()
+        left = left.clamp(min=0)
         coin = float(uniform_samples_for_final_sampling[request])
         said.append(_draw(left, coin))
         _write(request, accepted, said, predicts, accept_index, accept_token_num, retrive_index)

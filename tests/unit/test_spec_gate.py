@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from sglang_afd.facts import Facts
 from sglang_afd.flags import parse
 from sglang_afd.gate import findings
+from sglang_afd.plan.advice import advise
 from sglang_afd.spec import draft
 from sglang_afd.spec.settings import Speculation, asked, rows_needed
 from tests.support.checkpoints import seeded_qwen3_moe
@@ -336,6 +337,11 @@ def test_the_drafts_heads_divide_over_attention_tp(
     path = changed(edit(num_attention_heads=3))
     texts = refused(facts(target, "--afd-attention-tp", "2", path=path), "model")
     assert any("the draft's 3 attention heads" in text for text in texts)
+
+
+def test_a_gain_that_depends_on_the_draft_is_not_predicted(target: Path) -> None:
+    advice = advise(facts(target, machine=GPUS))
+    assert advice is not None and "how many of the draft's tokens are right" in advice.message
 
 
 def test_sglangs_choice_of_layers_is_by_their_inputs() -> None:
