@@ -41,6 +41,8 @@ class RankContext:
     """Lanes in which this rank has requests to decode, a bit each."""
     plan: StepPlan | None = None
     """The plan of the step that runs next, or None outside of steps."""
+    rows_per_request: int = 1
+    """Rows that a request has in a decode step: with speculation, the tokens that are verified."""
     steps: StepsInFlight = field(default_factory=StepsInFlight, init=False)
     """What this rank has launched, by lane; empty with one lane."""
     row: PlanRow | None = field(default=None, init=False)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from sglang_afd.addresses import is_local, parse_address
 from sglang_afd.command_line import int_value, last_value, values
-from sglang_afd.config import MOST_LANES, TRANSPORTS, AfdConfig, ConfigError
+from sglang_afd.config import MOST_LANES, MOST_ROWS, TRANSPORTS, AfdConfig, ConfigError
+from sglang_afd.spec.settings import asked, rows_needed
 from sglang_afd.topology import Role
 
 _DP_RANKS = "DP ranks are --afd-attention-ranks + --afd-ffn-ranks"
@@ -39,6 +40,8 @@ GPU_LANES = 1
 """Lanes that a GPU's rank can run: they would share its one stream, and overlap nothing."""
 GRAPH_TRANSPORTS = ("nvlink",)
 """Transports whose decode rounds CUDA graphs can hold: those with `Transport.graphs`."""
+DEFAULT_ROWS = 128
+"""T, unless --afd-max-tokens-per-rank says."""
 GRAPH_SIZES = ("--cuda-graph-max-bs-decode", "--cuda-graph-bs-decode")
 """SGLang's flags for the batch sizes that have a graph."""
 
@@ -81,10 +84,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--afd-max-tokens-per-rank",
         type=int,
-        default=128,
         metavar="T",
         help="rows a rank sends in one exchange, the size of the buffers; longer batches go in "
-        "slices (default: %(default)s)",
+        f"slices (default: {DEFAULT_ROWS}, or what speculation needs if that is more)",
     )
     group.add_argument(
         "--afd-prefill-block",
@@ -202,7 +204,7 @@ def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Comma
         ffn_ranks=known.afd_ffn_ranks,
         attention_tp=known.afd_attention_tp,
         transport=transport if known.afd_transport == "auto" else known.afd_transport,
-        max_tokens_per_rank=known.afd_max_tokens_per_rank,
+        max_tokens_per_rank=_rows(known, rest),
         prefill_block=known.afd_prefill_block,
         lanes=known.afd_lanes,
         startup_timeout=known.afd_startup_timeout,
@@ -212,6 +214,14 @@ def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Comma
     _refuse_owned(rest)
     _check_commands(config, rest)
     return Command(config, [*rest, *_sglang_flags(config, rest, on_cpu)])
+
+
+def _rows(known: argparse.Namespace, args: Sequence[str]) -> int:
+    """T: rows of one exchange.  All of a verify step's fit one; a multiple of 4, for deepep."""
+    if known.afd_max_tokens_per_rank is not None:
+        return known.afd_max_tokens_per_rank
+    needed = rows_needed(args, known.afd_attention_ranks, known.afd_attention_tp)
+    return min(MOST_ROWS, max(DEFAULT_ROWS, -(-needed // 4) * 4))
 
 
 def placement(config: AfdConfig, args: Sequence[str], gpus: int) -> list[str]:
@@ -282,7 +292,9 @@ def _sglang_flags(config: AfdConfig, args: Sequence[str], on_cpu: bool) -> list[
         flags += ["--cuda-graph-backend-decode", "disabled"]
     elif not values(args, *GRAPH_SIZES):
         # a batch's rows are spread over the ranks of attention TP, each of which sends its own
-        flags += [GRAPH_SIZES[0], str(config.max_tokens_per_rank * config.attention_tp)]
+        rows, speculation = config.max_tokens_per_rank * config.attention_tp, asked(args)
+        size = rows // speculation.tokens if speculation and speculation.tokens else rows
+        flags += [GRAPH_SIZES[0], str(max(1, size))]
     if config.command_role is Role.FFN and not values(args, "--port"):
         flags += ["--port", str(FFN_PORT)]
     if not on_cpu and not values(args, "--moe-runner-backend"):

@@ -19,6 +19,7 @@ from sglang_afd.families import UnsupportedModel
 from sglang_afd.features import refused
 from sglang_afd.plan.advice import advise
 from sglang_afd.platform.defaults import environment_problem
+from sglang_afd.spec import gate as spec_gate
 from sglang_afd.topology import Role, TopologyError
 from sglang_afd.upstream.ports import Port, first_command_ports, one_command_ports
 
@@ -163,6 +164,7 @@ def _execution(facts: Facts) -> Iterator[Refusal]:
                     f"{flag} does not go with --afd-lanes {facts.config.lanes}: {reason}",
                     "leave one of the two out",
                 )
+    yield from spec_gate.execution_refusals(facts)
 
 
 def _execution_summary(facts: Facts) -> str:

@@ -111,6 +111,9 @@ _KINDS: dict[str, _Kind] = {
     "num_experts": _whole(0),
     "num_local_experts": _whole(0),
     "num_experts_per_tok": _whole(1),
+    "draft_vocab_size": _whole(1),
+    "num_aux_hidden_states": _or_null(_whole(1)),
+    "eagle_config": _OBJECT,
     **dict.fromkeys(CONTEXT_LENGTHS, _or_null(_whole(1, _LONGEST))),
 }
 _INNER: dict[str, dict[str, _Kind]] = {
@@ -119,6 +122,11 @@ _INNER: dict[str, dict[str, _Kind]] = {
         "quant_method": _or_null(_TEXT),
         "activation_scheme": _or_null(_TEXT),
         "weight_block_size": _or_null(_Kind("a list of whole numbers", _is_list(int))),
+    },
+    "eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": _or_null(
+            _Kind("a list of whole numbers", _is_list(int))
+        ),
     },
 }
 

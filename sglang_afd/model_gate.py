@@ -11,6 +11,7 @@ from sglang_afd.command_line import is_on, last_value, values
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import MoeFacts, UnsupportedModel
 from sglang_afd.model_fields import CONTEXT_LENGTHS
+from sglang_afd.spec import gate as spec_gate
 from sglang_afd.weights import FP8_BLOCK, BrokenFile
 
 MAX_TOP_K = 16
@@ -60,6 +61,7 @@ def refusals(facts: Facts) -> Iterator[Refusal]:
     unserved = list(_quantisation(facts, moe))
     yield from unserved
     yield from _weights(facts, look_inside=bool(moe.layers) and not unserved)
+    yield from spec_gate.model_refusals(facts)
 
 
 def summary(facts: Facts) -> str:
@@ -72,6 +74,7 @@ def summary(facts: Facts) -> str:
         f"{facts.checkpoint.architecture}: {len(moe.layers)} MoE layers of {moe.num_experts} "
         f"experts, top {moe.top_k}, hidden size {moe.hidden_size}, "
         f"{f'{FP8_BLOCK}x{FP8_BLOCK}-block FP8' if quantised else 'unquantised'}"
+        f"{spec_gate.summary(facts)}"
     )
 
 

@@ -10,6 +10,7 @@ from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import MoeFacts
 from sglang_afd.flags import EXPERT_RUNNERS, GPU_LANES, GRAPH_SIZES
 from sglang_afd.observe.holdings import size
+from sglang_afd.spec.settings import asked
 from sglang_afd.topology import Role
 from sglang_afd.transports import estimate
 
@@ -214,7 +215,8 @@ def _graph_sizes(facts: Facts) -> Iterator[Refusal]:
     listed = int_list(facts.args, GRAPH_SIZES[1])
     flag = GRAPH_SIZES[1] if listed else GRAPH_SIZES[0]
     largest = max(listed) if listed else int_value(facts.args, flag, default=0)
-    rows = -(-largest // config.attention_tp)
+    speculation = asked(facts.args)
+    rows = -(-largest * (speculation.tokens if speculation else 1) // config.attention_tp)
     if rows > config.max_tokens_per_rank:
         yield Refusal(
             f"{flag} {largest} makes a graph of {rows} rows a rank, over the "

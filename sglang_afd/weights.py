@@ -63,13 +63,13 @@ def refusals(
             missing.append(name)
             continue
         if found.shape != shape:
-            shapes.append(f"{name} is {_text(found.shape)} in {found.file}, not {_text(shape)}")
+            shapes.append(f"{name} is {text(found.shape)} in {found.file}, not {text(shape)}")
         if found.dtype == _FP8 and fp8:
             scale, blocks = tensors.get(name + _SCALE), tuple(-(-n // FP8_BLOCK) for n in shape)
             if scale is None:
                 missing.append(name + _SCALE)
             elif scale.shape != blocks:
-                shapes.append(f"{name}{_SCALE} is {_text(scale.shape)}, not {_text(blocks)}")
+                shapes.append(f"{name}{_SCALE} is {text(scale.shape)}, not {text(blocks)}")
         elif found.dtype not in _PLAIN or (fp8 and family.expert_tensor(name) is not None):
             types.append(f"{name} is {found.dtype} in {found.file}")
     if missing:
@@ -108,7 +108,8 @@ def _one_by_one(tensors: Mapping[str, Stored], family: Family) -> Iterator[tuple
             )
 
 
-def _text(shape: Shape) -> str:
+def text(shape: Shape) -> str:
+    """A shape for people."""
     return "x".join(map(str, shape)) or "a single number"
 
 

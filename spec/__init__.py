@@ -1,7 +1,8 @@
 """Speculative decoding (EAGLE-3) under AFD, imported as `sglang_afd.spec`.
 
-What belongs here is the draft and verify side of a step that is split across roles: the steps that
-a speculating attention rank announces to the FFN ranks, and the checks that the accepted tokens are
-those of decoding without speculation. SGLang's own speculation classes are reached through
-`sglang_afd.upstream`, never named here.
+Attention ranks draft and verify with SGLang's own EAGLE-3 worker; FFN ranks see decode steps that
+have several rows a request, and nothing else.  Here is what must be known before anything starts:
+what the flags ask for (`settings`), whether it can be served (`gate`), and whether the draft
+checkpoint is one that the target can use (`draft`).  SGLang's speculation classes are reached
+through `sglang_afd.upstream`, never named here.
 """

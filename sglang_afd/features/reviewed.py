@@ -113,9 +113,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "--cuda-graph-max-seq-len-prefill",
     ),
     "torch.compile": ("--torch-compile-max-bs",),
-    "Speculative decoding": (
+    "Other ways to speculate": (
         *("--speculative-draft-model-revision", "--speculative-draft-load-format"),
-        *("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens"),
         *("--speculative-dflash-block-size", "--speculative-dspark-block-size"),
         *("--speculative-dspark-sps-table-path", "--speculative-dspark-confidence-sts-path"),
         "--speculative-dspark-align-verify-tokens-to-graph-tier",
@@ -125,8 +124,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         *("--speculative-dsa-topk-backend", "--speculative-draft-kv-cache-dtype"),
         *("--speculative-draft-window-size", "--speculative-moe-runner-backend"),
         *("--speculative-moe-a2a-backend", "--speculative-enable-w4a4-mxfp4-megamoe"),
-        *("--speculative-draft-model-quantization", "--speculative-adaptive"),
-        *("--speculative-adaptive-config", "--speculative-ngram-min-bfs-breadth"),
+        *("--speculative-draft-model-quantization", "--speculative-adaptive-config"),
+        "--speculative-ngram-min-bfs-breadth",
         *("--speculative-ngram-max-bfs-breadth", "--speculative-ngram-match-type"),
         *("--speculative-ngram-max-trie-depth", "--speculative-ngram-capacity"),
         *("--speculative-ngram-external-corpus-path", "--speculative-ngram-external-sam-budget"),

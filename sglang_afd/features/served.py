@@ -29,6 +29,17 @@ SERVED: tuple[Feature, ...] = (
         Switch("--cuda-graph-bs-decode"),
         limit="of decode steps over nvlink, in batches of up to --afd-max-tokens-per-rank rows",
     ),
+    served(
+        "Speculative decoding",
+        "integration/test_speculation.py::test_tokens_are_those_without_speculation",
+        Switch("--speculative-algorithm", only=("EAGLE3", "eagle3")),
+        Switch("--speculative-draft-model-path", ("--speculative-draft-model",)),
+        Switch("--speculative-num-steps"),
+        Switch("--speculative-eagle-topk"),
+        Switch("--speculative-num-draft-tokens"),
+        limit="docs/speculation.md: Qwen3-MoE with a local draft that was made for it, one lane, "
+        "overlap scheduler off on CPUs (as in SGLang); not shown on GPUs yet",
+    ),
     served("Overlap scheduler", _FEATURES + "test_overlap_scheduler"),
     served(
         "Overlap scheduler off",

@@ -26,6 +26,9 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
     machine does not let it be measured."""
     kv_tokens: int
     kv_bytes: int
+    draft_bytes: int
+    """Weights of the draft model that are not the target's too; 0 without speculation."""
+    draft_kv_bytes: int
     communicator_bytes: int
     """What the group's communicator (NCCL) took; the transport runs over that group."""
     buffer_bytes: int
@@ -42,6 +45,7 @@ def table(holdings: Sequence[Holdings]) -> str:
     """A plain-text table, one line a rank."""
     titles = (
         *("rank", "experts/layer", "parameters", "weights", "load peak", "KV tokens", "KV"),
+        *("draft", "draft's KV"),
         *("communicator", "buffers (estimate)", "a round (estimate)", "graphs"),
     )
     rows = [
@@ -53,6 +57,8 @@ def table(holdings: Sequence[Holdings]) -> str:
             "not measured" if h.load_peak_bytes is None else size(h.load_peak_bytes),
             f"{h.kv_tokens:,}",
             size(h.kv_bytes),
+            size(h.draft_bytes),
+            size(h.draft_kv_bytes),
             size(h.communicator_bytes),
             f"{size(h.buffer_bytes)} ({size(h.buffer_estimate_bytes)})",
             size(h.passing_estimate_bytes),

@@ -16,6 +16,7 @@ from sglang_afd.plan.routing import Routing
 from sglang_afd.plan.search import Question, search
 from sglang_afd.plan.shape import shape_of
 from sglang_afd.plan.workload import Workload
+from sglang_afd.spec.settings import asked
 
 LOSS = 0.10
 """Predicted loss against colocated from which on the advice is a warning."""
@@ -51,6 +52,8 @@ def _advice(facts: Facts) -> Advice:
     topology = facts.config.topology
     if topology.attention_tp > 1:
         return Advice("not predicted: the planner does not know attention TP")
+    if asked(facts.args) is not None:
+        return Advice("not predicted: how many of the draft's tokens are right is not known")
     assert facts.checkpoint.config is not None
     model = shape_of(facts.checkpoint.config)
     context = int_value(facts.args, "--context-length", default=_CONTEXT)

@@ -7,6 +7,8 @@ leaves that mode off and registers as an out-of-tree one, for which every fused 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -35,6 +37,16 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
     def support_mamba_cache_extra_buffer(self) -> bool:
         """As on CUDA: a cached prefix keeps its own copy of the state, and schedules overlap."""
         return True
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """EAGLE-3; see `sglang_afd.platform.speculation`."""
+        return algorithm == "EAGLE3"
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        """Where the tokens of a step lie in the KV cache."""
+        from sglang_afd.platform.draft_slots import of_places
+
+        return of_places
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         """Never inductor: it needs a C++ compiler, and compiles inside the first requests."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_afd.platform import delta_net
+from sglang_afd.platform import delta_net, speculation
 from sglang_afd.platform.defaults import BIND, MAX_STATES, parse_cores
 from sglang_afd.upstream.hooks import Hook, Kind
 
@@ -173,6 +173,7 @@ HOOKS: tuple[Hook, ...] = (
         Hook(f"sglang.kernels.ops.{target}", Kind.REPLACE, fn, "Qwen3.5 runs a Triton kernel")
         for target, fn in DELTA_NET.items()
     ),
+    *speculation.HOOKS,
     Hook(
         "sglang.srt.distributed.bootstrap._init_cpu_threads_env",
         Kind.REPLACE,

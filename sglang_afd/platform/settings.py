@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
+
+from sglang_afd.platform import draft_trees
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ def _unpinned(self: torch.Tensor) -> torch.Tensor:
 def _padded_length(self: object) -> int:
     """KV length of a padding row: its one token is the pool's slot 0, which no request owns."""
     return 1
+
+
+def _the(value: Any) -> Any:
+    return value
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -68,6 +75,18 @@ SETTINGS: tuple[Setting, ...] = (
         "sglang.srt.models.qwen3_5._GDN_FUSED_QKVZBA_RATIOS",
         tuple,
         "gated DeltaNet splits its projections with a Triton kernel",
+    ),
+    *(
+        Setting(
+            f"sglang.srt.speculative.eagle_utils.{name}",
+            partial(_the, fn),
+            "sampling from a tree of drafts has CUDA kernels alone",
+        )
+        for name, fn in (
+            ("tree_speculative_sampling_target_only", draft_trees.sample_tree),
+            ("top_k_renorm_prob", draft_trees.keep_top_k),
+            ("top_p_renorm_prob", draft_trees.keep_top_p),
+        )
     ),
     Setting(
         "sglang.srt.distributed.parallel_state._is_cpu",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,6 +121,7 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
         fp8=scheduler.model_config.quantization == "fp8",
     )
     attention = context.role is Role.ATTENTION
+    drafts = scheduler.draft_worker._draft_model_runners() if scheduler.draft_worker else ()
     sizes: dict[str, float] = runner.graph_memory_usage or {}  # SGLang's graphs, GiB
     held = buffers.attention if attention else buffers.ffn
     mine = Holdings(
@@ -132,6 +133,8 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
         load_peak_bytes=_load_peak,
         kv_tokens=int(runner.max_total_num_tokens) if attention else 0,
         kv_bytes=_kv_bytes(runner.token_to_kv_pool),
+        draft_bytes=sum(_own_bytes(draft.model, weights) for draft in drafts),
+        draft_kv_bytes=sum(_kv_bytes(draft.token_to_kv_pool) for draft in drafts),
         communicator_bytes=_measured["communicator"],
         buffer_bytes=_measured["buffers"],
         buffer_estimate_bytes=held.kept,
@@ -143,6 +146,13 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
     _holdings[:] = everyone
     if context.rank == 0:
         logger.info("What the ranks hold:\n%s", table(_holdings))
+
+
+def _own_bytes(draft: torch.nn.Module, target: Sequence[torch.Tensor]) -> int:
+    """Bytes of the draft's weights that it does not share with the target."""
+    shared = {weight.data_ptr() for weight in target}
+    own = [*draft.parameters(), *draft.buffers()]
+    return sum(weight.nbytes for weight in own if weight.data_ptr() not in shared)
 
 
 def _kv_bytes(pool: Any) -> int:

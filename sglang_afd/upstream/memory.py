@@ -61,6 +61,19 @@ def _leave_room_for_rounds(result: Any, configurator: Any, *args: Any, **kwargs:
     return max(0, result - buffers.attention.passing)
 
 
+def _count_the_drafts_own_kv(_: None, sizes: Any, configurator: Any, *args: Any) -> None:
+    """A token's KV in the draft is what the draft's own heads make it."""
+    draft = configurator.spec_aux_config.draft_model_config
+    if configurator.is_draft_worker or draft is None:
+        return
+    heads = draft.get_num_kv_heads(configurator.draft_attn_tp_size)
+    elements = configurator.spec_aux_config.draft_kv_num_layers * heads
+    elements *= draft.head_dim + draft.v_head_dim
+    layers = configurator.layer_info.num_effective_layers
+    of_target = sizes._compute_cell_size(configurator, layers)
+    sizes._cell_size = of_target + elements * configurator.kv_cache_dtype.itemsize
+
+
 @on_ffn
 def _smallest_pool_on_ffn(configurator: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
@@ -124,6 +137,13 @@ HOOKS = (
         Kind.AFTER,
         _leave_room_for_rounds,
         "a round's rows must fit beside the KV pool",
+    ),
+    Hook(
+        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator.__init__",
+        Kind.AFTER,
+        _count_the_drafts_own_kv,
+        "SGLang takes the draft's KV of a token for that of one of the target's layers, so a draft "
+        "with more heads would not fit beside the pool",
     ),
     Hook(
         f"{_CONFIGURATOR}._resolve_memory_pool_config",

@@ -27,6 +27,7 @@ from sglang_afd.upstream.groups import make_attention_group
 from sglang_afd.upstream.holdings import measure_buffers, measure_graphs
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.roles import on_ffn
+from sglang_afd.upstream.speculation import no_aux_rows
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -35,6 +36,10 @@ _SCHEDULING = (
     # what both commands must be told alike; the random seed is rank 0's on every rank
     *("chunked_prefill_size", "max_prefill_tokens", "max_running_requests", "page_size"),
     *("disable_overlap_schedule", "enable_mixed_chunk", "schedule_policy"),
+)
+_SPECULATION = (
+    *("speculative_algorithm", "speculative_num_steps", "speculative_eagle_topk"),
+    "speculative_num_draft_tokens",
 )
 
 
@@ -45,9 +50,15 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     serve_plan: Callable[[StepPlan], None]
 
     def learn_rank(_: None, scheduler: Any) -> None:
-        from sglang.srt.runtime_context import get_memory, get_model, get_parallel, get_schedule
+        from sglang.srt.runtime_context import (
+            get_memory,
+            get_model,
+            get_parallel,
+            get_schedule,
+            get_spec,
+        )
 
-        model, schedule = scheduler.model_config, get_schedule()
+        model, schedule, spec = scheduler.model_config, get_schedule(), get_spec()
         family = family_of(model.hf_config.architectures[0])
         facts = family.facts(model.hf_text_config)
         agreement: dict[str, object] = {
@@ -59,10 +70,13 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             "load_format": str(get_model().load_format),
             "revision": model.revision,
             **{name: getattr(schedule, name) for name in _SCHEDULING},
+            **{name: getattr(spec, name) for name in _SPECULATION},
             "disable_radix_cache": get_memory().disable_radix_cache,
             "sglang_afd": importlib.metadata.version("sglang_afd"),
         }
-        enter(RankContext(config, get_parallel().tp_rank, family, facts, agreement))
+        rows = spec.speculative_num_draft_tokens if spec.speculative_algorithm else 1
+        rank = get_parallel().tp_rank
+        enter(RankContext(config, rank, family, facts, agreement, rows_per_request=rows))
 
     def connect(scheduler: Any) -> None:
         nonlocal transport, exchange
@@ -254,9 +268,10 @@ def verify_agreement(context: RankContext, group: Any) -> None:
 
 
 def _nothing_sampled(runner: Any) -> Any:
-    """What a forward of an idle rank returns: no rows of logits."""
+    """What a forward of an idle rank returns: no rows, of logits and of what a draft reads."""
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 
     logits = torch.empty(0, runner.model_config.vocab_size, device=runner.device)
-    return ModelRunnerOutput(LogitsProcessorOutput(next_token_logits=logits), can_run_graph=False)
+    output = LogitsProcessorOutput(next_token_logits=logits, hidden_states=no_aux_rows(runner))
+    return ModelRunnerOutput(output, can_run_graph=False)

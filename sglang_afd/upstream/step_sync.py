@@ -31,8 +31,11 @@ def _append_row(row: torch.Tensor, info: Any, *args: Any, **kwargs: Any) -> torc
         kind = StepKind.IDLE
     else:
         kind = StepKind.EXTEND if info.is_extend_in_batch else StepKind.DECODE
+    tokens = info.num_tokens
+    if kind is StepKind.DECODE:  # SGLang counts requests here, also where each has several tokens
+        tokens *= context.rows_per_request
     # Attention TP shards a DP rank's rows evenly, after padding them to a multiple of its size.
-    rows = -(-info.num_tokens // context.config.attention_tp)
+    rows = -(-tokens // context.config.attention_tp)
     return torch.cat([row, row.new_tensor(context.next_row(kind, rows))])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.families import ROWS, WRAPPED
 
-CHECKPOINTS = ("embedded", "seeded", "zeroed", "large", *ROWS)
+CHECKPOINTS = ("embedded", "seeded", "zeroed", "large", "drafted", *ROWS)
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Layout:
     checkpoint: str = "embedded"
     """One of `CHECKPOINTS`."""
     flags: tuple[str, ...] = ()
+    speculation: tuple[int, int, int] | None = None
+    """Steps, topk and draft tokens of the checkpoint's own draft, or none."""
     note: str = ""
     """Distinguishes layouts in test names where the flags matter."""
 
@@ -35,6 +37,17 @@ class Layout:
             *(ranks if self.attention else ()),
             *(width if self.tp > 1 else ()),
             *self.flags,
+            *(self._speculate(model) if self.speculation else ()),
+        )
+
+    def _speculate(self, model: str) -> tuple[str, ...]:
+        assert self.speculation is not None
+        steps, topk, tokens = map(str, self.speculation)
+        return (
+            *("--speculative-algorithm", "EAGLE3"),
+            *("--speculative-draft-model-path", f"{model}/draft"),
+            *("--speculative-num-steps", steps, "--speculative-eagle-topk", topk),
+            *("--speculative-num-draft-tokens", tokens),
         )
 
     def of(self, checkpoint: str) -> Layout:
@@ -87,6 +100,21 @@ def lanes(layout: Layout, count: int, *flags: str) -> Layout:
     """`layout` with that many decode batches in flight, and further flags."""
     note = f"{layout.note}-{count}lanes".strip("-")
     return replace(layout, flags=(*layout.flags, "--afd-lanes", str(count), *flags), note=note)
+
+
+def speculating(layout: Layout, steps: int, topk: int, tokens: int) -> Layout:
+    """`layout`, small, where the checkpoint's draft speculates; an exchange takes as many rows as
+    the requests at once have tokens to verify, and no more."""
+    rows = -(-RUNNING * tokens // layout.tp)
+    chosen = small(layout.of("drafted"))
+    flags = list(chosen.flags)
+    flags[flags.index("--afd-max-tokens-per-rank") + 1] = str(rows)
+    return replace(
+        chosen,
+        flags=tuple(flags),
+        speculation=(steps, topk, tokens),
+        note=f"{steps}.{topk}.{tokens}",
+    )
 
 
 def families(*layouts: Layout, wrapped: bool | None = None) -> tuple[Layout, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_afd import embedded
 from tests.support.checkpoints import seeded_qwen3_moe
+from tests.support.drafts import TARGET, seeded_draft
 from tests.support.families import ROWS
 from tests.support.family_checkpoints import SEED, SHARDS, seeded_family
 
@@ -39,7 +40,7 @@ LARGE = {
 role's weights; no file has more than 14 MB."""
 _FAMILY: dict[str, Any] = {"seed": SEED, "shards": SHARDS}
 _DIMENSIONS: dict[str, dict[str, Any]] = {
-    **{"seeded": SEEDED, "zeroed": SEEDED, "large": LARGE},
+    **{"seeded": SEEDED, "zeroed": SEEDED, "large": LARGE, "drafted": TARGET},
     **dict.fromkeys(ROWS, _FAMILY),
 }
 
@@ -49,6 +50,7 @@ def directory(name: str, folder: Path) -> Path:
 
     ``embedded``: the trained model; ``seeded``: random weights, other dimensions, two shards;
     ``zeroed``: the seeded one with all experts zero; ``large``: to measure memory with;
+    ``drafted``: random weights, with an EAGLE-3 draft in its directory ``draft``;
     others: those of `tests.support.families`.
 
     Raises:
@@ -67,6 +69,8 @@ def directory(name: str, folder: Path) -> Path:
             seeded_family(draft, name, **dimensions)
         else:
             seeded_qwen3_moe(draft, **dimensions)
+            if name == "drafted":
+                seeded_draft(draft / "draft", draft)
         try:
             draft.rename(target)
         except OSError:  # another process has made it in the meantime

@@ -258,7 +258,7 @@ def test_topology_gate_refuses_other_accelerators(tmp_path: Path) -> None:
     ("flags", "environment", "expected"),
     [
         (("--enable-hicache",), {}, "--enable-hierarchical-cache asks for Hierarchical cache"),
-        (("--speculative-algorithm", "EAGLE3"), {}, "--speculative-algorithm EAGLE3 asks for Spec"),
+        (("--speculative-algorithm", "NGRAM"), {}, "--speculative-algorithm NGRAM asks for Other"),
         (("--cuda-graph-backend-prefill=full",), {}, "--cuda-graph-backend-prefill full asks for"),
         (("--enable-two-batch",), {}, "--enable-two-batch-overlap asks for Two-batch"),
         (("--pp-size", "2"), {}, "--pp-size 2 asks for Pipeline parallelism"),

@@ -27,6 +27,8 @@ ATTENTION = Holdings(
     load_peak_bytes=3 * MIB + MIB // 2,
     kv_tokens=65_536,
     kv_bytes=2**31,
+    draft_bytes=MIB,
+    draft_kv_bytes=2**26,
     communicator_bytes=512,
     buffer_bytes=100,
     buffer_estimate_bytes=2048,
@@ -42,6 +44,8 @@ FFN = Holdings(
     load_peak_bytes=1023,
     kv_tokens=0,
     kv_bytes=0,
+    draft_bytes=0,
+    draft_kv_bytes=0,
     communicator_bytes=5 * MIB,
     buffer_bytes=1024,
     buffer_estimate_bytes=1024,
@@ -78,11 +82,14 @@ def test_a_size_reads_back_as_what_it_was(count: int) -> None:
 def test_the_table_has_a_line_for_every_rank() -> None:
     assert table([ATTENTION, FFN]).splitlines() == [
         "rank                             experts/layer  parameters  weights  load peak"
-        "  KV tokens        KV  communicator  buffers (estimate)  a round (estimate)   graphs",
+        "  KV tokens        KV    draft  draft's KV"
+        "  communicator  buffers (estimate)  a round (estimate)   graphs",
         "attention rank 0 (world rank 0)              0   1,234,567  3.0 MiB    3.5 MiB"
-        "     65,536  2.00 GiB         512 B     100 B (2.0 KiB)                 0 B      0 B",
+        "     65,536  2.00 GiB  1.0 MiB    64.0 MiB"
+        "         512 B     100 B (2.0 KiB)                 0 B      0 B",
         "FFN rank 0 (world rank 1)                  128           9      0 B     1023 B"
-        "          0       0 B       5.0 MiB   1.0 KiB (1.0 KiB)             2.0 MiB  3.0 MiB",
+        "          0       0 B      0 B         0 B"
+        "       5.0 MiB   1.0 KiB (1.0 KiB)             2.0 MiB  3.0 MiB",
     ]
 
 
@@ -146,3 +153,10 @@ def test_a_draft_models_load_is_not_the_ranks(nothing_measured: None) -> None:
 @pytest.mark.parametrize("told", [(3, 4), 7])
 def test_kv_is_counted_whether_values_are_kept_apart_or_not(told: object) -> None:
     assert measuring._kv_bytes(SimpleNamespace(get_kv_size_bytes=lambda: told)) == 7
+
+
+def test_what_a_draft_shares_with_the_target_is_not_its_own() -> None:
+    target, draft = torch.nn.Embedding(8, 4), torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+    draft.append(target)
+    assert measuring._own_bytes(draft, list(target.parameters())) == 4 * 4 * 4
+    assert measuring._own_bytes(draft, []) == 4 * 4 * 4 + 8 * 4 * 4

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_afd import context as context_module
 from sglang_afd.config import AfdConfig
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.unit
 FACTS = MoeFacts((0,), num_experts=4, top_k=2, hidden_size=4, intermediate_size=6)
 FREE = {0: 140.0, 1: 138.0, 2: 22.0}  # GB of each world rank's GPU: 2 A ranks, an F rank
 WORLD = "the world"
+NO_DRAFT = SimpleNamespace(draft_model_config=None)
 
 
 @pytest.fixture
@@ -115,7 +117,7 @@ def test_sglang_finds_the_memory_balanced(
 
 def test_what_a_round_takes_is_no_room_for_kv(as_rank: Callable[..., SimpleNamespace]) -> None:
     as_rank(0)
-    [hook] = [h for h in memory.HOOKS if h.kind is Kind.AFTER]
+    [hook] = [h for h in memory.HOOKS if h.fn is memory._leave_room_for_rounds]
     model = SimpleNamespace(dtype=SimpleNamespace(itemsize=2), quantization=None)
     configurator = SimpleNamespace(model_config=model)
     config = AfdConfig(attention_ranks=2, ffn_ranks=1)
@@ -132,3 +134,26 @@ def test_states_of_linear_attention_lie_on_attention_ranks(
     for rank, layers in ((0, [0, 1, 2]), (2, [])):
         as_rank(rank)
         assert hook.fn(lambda configurator: [0, 1, 2], SimpleNamespace()) == layers
+
+
+@pytest.mark.parametrize(("kv_heads", "tp", "bytes_"), [(4, 1, 2048), (8, 2, 2048), (1, 2, 512)])
+def test_a_drafts_kv_is_counted_by_its_own_heads(kv_heads: int, tp: int, bytes_: int) -> None:
+    """One layer of the draft: keys and values of 128 elements each a head, in BF16."""
+    draft = SimpleNamespace(
+        get_num_kv_heads=lambda ranks: max(1, kv_heads // ranks), head_dim=128, v_head_dim=128
+    )
+    configurator = SimpleNamespace(
+        spec_aux_config=SimpleNamespace(draft_model_config=draft, draft_kv_num_layers=1),
+        is_draft_worker=False,
+        draft_attn_tp_size=tp,
+        layer_info=SimpleNamespace(num_effective_layers=3),
+        kv_cache_dtype=torch.bfloat16,
+    )
+    sizes = SimpleNamespace(_cell_size=4000, _compute_cell_size=lambda _, layers: 1000 * layers)
+    [hook] = [h for h in memory.HOOKS if h.target.endswith("DefaultPoolConfigurator.__init__")]
+    hook.fn(None, sizes, configurator)
+    assert sizes._cell_size == 3000 + bytes_
+    for change in ({"is_draft_worker": True}, {"spec_aux_config": NO_DRAFT}):
+        sizes._cell_size = 4000
+        hook.fn(None, sizes, SimpleNamespace(**{**vars(configurator), **change}))
+        assert sizes._cell_size == 4000

@@ -35,6 +35,10 @@ SAME: dict[str, Any] = {
     "schedule_policy": "fcfs",
     "disable_radix_cache": False,
     "commit": None,
+    "speculative_algorithm": None,
+    "speculative_num_steps": None,
+    "speculative_eagle_topk": None,
+    "speculative_num_draft_tokens": None,
 }
 
 
@@ -52,7 +56,7 @@ def learn(monkeypatch: pytest.MonkeyPatch) -> Any:
             **{name: told[name] for name in ("model_path", "dtype", "quantization", "revision")},
         )
         bag = SimpleNamespace(tp_rank=rank, **told)
-        for getter in ("get_parallel", "get_schedule", "get_memory", "get_model"):
+        for getter in ("get_parallel", "get_schedule", "get_memory", "get_model", "get_spec"):
             monkeypatch.setattr(runtime_context, getter, lambda: bag)
         monkeypatch.setattr(context_module, "_current", None)
         [hook] = [h for h in ranks.hooks(CONFIG) if h.target.endswith("init_model_config")]
@@ -77,6 +81,10 @@ def learn(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"enable_mixed_chunk": True}, "enable_mixed_chunk"),
         ({"schedule_policy": "lof"}, "schedule_policy"),
         ({"disable_radix_cache": True}, "disable_radix_cache"),
+        ({"speculative_algorithm": "EAGLE3"}, "speculative_algorithm"),
+        ({"speculative_num_steps": 3}, "speculative_num_steps"),
+        ({"speculative_eagle_topk": 1}, "speculative_eagle_topk"),
+        ({"speculative_num_draft_tokens": 4}, "speculative_num_draft_tokens"),
     ],
 )
 def test_each_setting_is_compared(learn: Any, changed: dict[str, Any], named: str) -> None:
@@ -84,6 +92,12 @@ def test_each_setting_is_compared(learn: Any, changed: dict[str, Any], named: st
     [difference] = differences(here.agreement, there.agreement)
     assert difference.startswith(f"{named} is ")
     assert here.config_hash != there.config_hash
+
+
+def test_a_request_has_as_many_rows_as_tokens_are_verified(learn: Any) -> None:
+    assert learn(speculative_num_draft_tokens=4).rows_per_request == 1
+    speculating = {"speculative_algorithm": "EAGLE3", "speculative_num_draft_tokens": 4}
+    assert learn(**speculating).rows_per_request == 4
 
 
 def test_the_checkpoint_is_compared_by_content(learn: Any, tmp_path: Path) -> None:

@@ -75,6 +75,17 @@ def test_a_rank_announces_its_share_of_the_padded_rows(
     assert contribute(tokens)[len(UPSTREAM)] == 1, "every sync is a step of its own"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "extend", "rows"),
+    [(0, False, 0), (1, False, 2), (3, False, 5), (7, True, 4)],  # over 2 ranks of attention TP
+)
+def test_requests_that_verify_have_several_rows(
+    as_rank: Callable[[int], RankContext], tokens: int, extend: bool, rows: int
+) -> None:
+    as_rank(1).rows_per_request = 3
+    assert PlanRow(*contribute(tokens, extend)[len(UPSTREAM) :]).rows == rows
+
+
 def test_an_inactive_ranks_row_has_the_same_width() -> None:
     row = torch.tensor(UPSTREAM, dtype=torch.int64)
     fallback = hook("_get_fallback_tensor", Kind.AFTER).fn(row, SimpleNamespace(), device="cpu")

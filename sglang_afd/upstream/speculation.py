@@ -1,0 +1,81 @@
+"""Speculation: SGLang's EAGLE-3 worker on A ranks; F ranks serve the target's forwards alone.
+
+Every rank keeps SGLang's speculative algorithm, so that all decide alike what a step is: with it a
+scheduler synchronises twice in a step without prefill.  In each step the target runs once, over the
+prompts or over the tokens to verify, and the plan says how many rows that has; the draft runs on
+the ranks of one attention group and exchanges nothing with F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_afd.upstream.hooks import Hook, Kind
+from sglang_afd.upstream.roles import on_ffn
+
+_DEFAULT_AUX_LAYERS = 3  # that SGLang captures of a target if the draft names none
+
+
+def no_aux_rows(runner: Any) -> torch.Tensor | None:
+    """No hidden states, in the form that a draft reads of the target; None without speculation."""
+    if runner.spec_algorithm.is_none():
+        return None
+    layers = runner.spec_aux_config.eagle_aux_hidden_state_layer_ids
+    count = _DEFAULT_AUX_LAYERS if layers is None else len(layers)
+    width = count * runner.model_config.hidden_size
+    return torch.empty(0, width, dtype=runner.model_config.dtype, device=runner.device)
+
+
+@on_ffn
+def _worker_without_draft(algorithm: Any, server_args: Any) -> type:
+    from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+    from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+    class TargetAlone(BaseSpecWorker):
+        """In the place of SGLang's speculative worker: no draft model, no draft KV."""
+
+        def __init__(self, *, target_worker: Any, **_: Any) -> None:
+            super().__init__()
+            self._target_worker = target_worker
+
+        @property
+        def draft_worker(self) -> None:
+            return None
+
+        def forward_batch_generation(self, batch: Any, *_: Any, **__: Any) -> Any:
+            """Serve the step's one forward of the target; this rank's own batch is always idle."""
+            result = self._target_worker.forward_batch_generation(batch)
+            nothing = torch.empty(0, dtype=torch.int64, device=batch.device)
+            result.next_draft_input = EagleDraftInput(
+                topk_p=nothing, topk_index=nothing, hidden_states=nothing, bonus_tokens=nothing
+            )
+            return result
+
+    return TargetAlone
+
+
+def _unless_of_a_draft(
+    original: Callable[..., None], runner: Any, *, only_if_initialized: bool = False
+) -> None:
+    if only_if_initialized or not runner.is_draft_worker:
+        original(runner, only_if_initialized=only_if_initialized)
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+        Kind.AROUND,
+        _worker_without_draft,
+        "F ranks have no draft: they serve one forward of the target in every step",
+    ),
+    Hook(
+        "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
+        ".refresh_deep_gemm_layout_memory_budget",
+        Kind.AROUND,
+        _unless_of_a_draft,
+        "all ranks of the world meet here, but F ranks have no draft, and a draft no experts",
+    ),
+)
