@@ -50,7 +50,9 @@ def _hand_over(args: Sequence[str]) -> None:
     """
     behind, (on_cluster, rest) = front_settings(args), on_ray.take(args)
     if behind is not None and on_cluster is not None:
-        raise ConfigError("--afd-restart keeps no deployment on a Ray cluster; leave one of them out")
+        raise ConfigError(
+            "--afd-restart keeps no deployment on a Ray cluster; leave one of them out"
+        )
     if behind is not None:
         from sglang_afd.front.command import run  # its HTTP library is for the front alone
 

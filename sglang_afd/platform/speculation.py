@@ -24,11 +24,12 @@ def verify_trees(
     v: torch.Tensor,
     layer: Any,
     batch: Any,
+    *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
     """PyTorch's attention of an extend, for tokens to verify too."""
     if not batch.forward_mode.is_target_verify():
-        return original(backend, q, k, v, layer, batch, **kwargs)
+        return original(backend, q, k, v, layer, batch, *args, **kwargs)
     from sglang_afd.platform.draft_attention import verify
 
     return verify(backend, q, k, v, layer, batch)

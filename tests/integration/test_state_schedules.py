@@ -1,0 +1,53 @@
+"""Gated delta net: whatever runs beside a request, its states are moved by its own tokens alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.support.layouts import A2F1, on, small
+from tests.support.random_load import (
+    answers_alone,
+    arrivals,
+    known_prompts,
+    nothing_left,
+    run,
+)
+from tests.support.reference import Expect
+from tests.support.seeds import fresh_seed
+from tests.support.world import World
+
+pytestmark = pytest.mark.integration
+
+_POOL = ("--max-total-tokens", "280", "--schedule-conservativeness", "0.3")
+TINY = replace(small(A2F1).of("qwen3.5"), note="tiny", flags=(*small(A2F1).flags, *_POOL))
+"""A pool that holds two or three requests, so that some are taken back and computed anew."""
+
+
+def schedules(world: World, expect: Expect, count: int) -> None:
+    """Random schedules of prefill, decode, idle, abort and retraction, one after the other."""
+    seed = fresh_seed()
+    draw = random.Random(seed)
+    known = known_prompts(seed, 4)
+    alone = answers_alone(world, expect, known, constrained=False)
+    for number in range(count):
+        made = arrivals(known, draw.randrange(2**31), draw.randint(1, 8))
+        wrong = run(world, made, alone)
+        assert not wrong, f"seed {seed}, schedule {number}: {wrong[0]}"
+    nothing_left(world)
+
+
+@on(TINY)
+def test_random_schedules(world: World, expect: Expect) -> None:
+    schedules(world, expect, 10)
+
+
+@pytest.mark.full
+@on(TINY)
+def test_many_random_schedules(world: World, expect: Expect) -> None:
+    """And memory was short in some of them."""
+    before = world.log.count("Retract requests")
+    schedules(world, expect, 200)
+    assert world.log.count("Retract requests") > before
