@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ from tests.support.workload import Prompt, prompts
 
 LONGEST, MOST = 100, 60  # tokens of a prompt and of an answer
 ENDS, MAY_END = {0, 2}, {"ignore_eos": False}
-"""Tokens that end an answer, and a request that they may end: SGLang admits more of those than fit,
-for it expects them to end early."""
+"""Tokens that end an answer of the embedded model, and a request that they may end: SGLang admits
+more of those than fit, for it expects them to end early."""
 
 STREAM, WHOLE, SEVERAL, ABORT, CONSTRAINED = "stream", "whole", "several", "abort", "constrained"
 KINDS = (STREAM, WHOLE, SEVERAL, ABORT, CONSTRAINED)
@@ -47,6 +47,8 @@ class Alone(NamedTuple):
     free: Expected
     """Up to `MOST` tokens; none ends it."""
     constrained: str | None = None
+    ends: Set[int] = ENDS
+    """Tokens that end it where it may end."""
 
 
 def known_prompts(seed: int, distinct: int) -> list[Prompt]:
@@ -78,11 +80,16 @@ def arrivals(
 
 
 def answers_alone(
-    client: Client, expect: Expect, known: Sequence[Prompt], *, constrained: bool
+    client: Client,
+    expect: Expect,
+    known: Sequence[Prompt],
+    *,
+    constrained: bool,
+    ends: Set[int] = ENDS,
 ) -> dict[Prompt, Alone]:
     """The reference's answers to `known`; those under a constraint are the idle server's own."""
     return {
-        prompt: Alone(free, _ask_constrained(client, prompt, {}) if constrained else None)
+        prompt: Alone(free, _ask_constrained(client, prompt, {}) if constrained else None, ends)
         for prompt, free in zip(known, expect(known, MOST), strict=True)
     }
 
@@ -102,10 +109,10 @@ def run(client: Client, made: Sequence[Arrival], alone: Mapping[Prompt, Alone]) 
         return [found for found in pool.map(ask, range(len(made))) if found]
 
 
-def until_end(tokens: Sequence[int]) -> tuple[int, ...]:
+def until_end(tokens: Sequence[int], ends: Set[int] = ENDS) -> tuple[int, ...]:
     """What comes of a request that may end."""
-    ends = [place for place, token in enumerate(tokens) if token in ENDS]
-    return tuple(tokens[: ends[0] + 1] if ends else tokens)
+    places = [place for place, token in enumerate(tokens) if token in ends]
+    return tuple(tokens[: places[0] + 1] if places else tokens)
 
 
 def used_tokens(client: Client) -> list[int]:
@@ -122,7 +129,7 @@ def nothing_left(client: Client) -> None:
 
 def _ask(client: Client, arrival: Arrival, alone: Alone) -> str:
     """Send one request; what is wrong with its answer, if anything."""
-    want = until_end(alone.free.tokens[: arrival.new_tokens])
+    want = until_end(alone.free.tokens[: arrival.new_tokens], alone.ends)
     if arrival.kind == CONSTRAINED:
         text = _ask_constrained(client, arrival.prompt, arrival.fields)
         return "" if text == alone.constrained else f"{text!r}, alone {alone.constrained!r}"
