@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sglang_afd.command_line import last_value, values
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.spec import draft
-from sglang_afd.spec.settings import (
+from sglang_afd.speculation import (
     ALGORITHM,
     DRAFT,
     SERVED,

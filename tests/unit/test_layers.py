@@ -15,13 +15,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # from the inside out; members of a layer do not know each other
     (
         *("topology", "kernels", "families", "addresses", "machine", "embedded", "observe"),
-        *("causes", "identity", "lanes", "progress", "rollcall", "spec"),
+        *("causes", "identity", "lanes", "progress", "rollcall"),
     ),
     ("config", "dispatch", "model_fields"),
     ("command_line", "context", "ffn"),
+    ("speculation",),
     ("attention", "checkpoint", "flags", "transports"),
     ("facts", "features"),
     ("transport_gate", "weights"),
+    ("spec",),
     ("model_gate", "plan"),
     ("upstream",),
     ("platform", "running"),

@@ -16,7 +16,7 @@ from sglang_afd.flags import parse
 from sglang_afd.gate import findings
 from sglang_afd.plan.advice import advise
 from sglang_afd.spec import draft
-from sglang_afd.spec.settings import Speculation, asked, rows_needed
+from sglang_afd.speculation import Speculation, asked, rows_needed
 from tests.support.checkpoints import seeded_qwen3_moe
 from tests.support.drafts import AUX_LAYERS, TARGET, WORDS, seeded_draft
 from tests.support.gate_facts import GPUS, make_facts, refused
