@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sglang_afd.addresses import is_local, parse_address
 from sglang_afd.command_line import int_value, last_value, values
 from sglang_afd.config import MOST_LANES, MOST_ROWS, TRANSPORTS, AfdConfig, ConfigError
-from sglang_afd.spec.settings import asked, rows_needed
+from sglang_afd.speculation import asked, rows_needed
 from sglang_afd.topology import Role
 
 _DP_RANKS = "DP ranks are --afd-attention-ranks + --afd-ffn-ranks"

@@ -10,7 +10,7 @@ from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import MoeFacts
 from sglang_afd.flags import EXPERT_RUNNERS, GPU_LANES, GRAPH_SIZES
 from sglang_afd.observe.holdings import size
-from sglang_afd.spec.settings import asked
+from sglang_afd.speculation import asked
 from sglang_afd.topology import Role
 from sglang_afd.transports import estimate
 

@@ -2,7 +2,7 @@
 
 Attention ranks draft and verify with SGLang's own EAGLE-3 worker; FFN ranks see decode steps that
 have several rows a request, and nothing else.  Here is what must be known before anything starts:
-what the flags ask for (`settings`), whether it can be served (`gate`), and whether the draft
-checkpoint is one that the target can use (`draft`).  SGLang's speculation classes are reached
-through `sglang_afd.upstream`, never named here.
+whether what the flags ask for can be served (`gate`; `sglang_afd.speculation` reads them), and
+whether the draft checkpoint is one that the target can use (`draft`).  SGLang's speculation classes
+are reached through `sglang_afd.upstream`, never named here.
 """

@@ -252,6 +252,19 @@ def _wrong_map(directory: Path, found: Mapping[str, Stored]) -> str | None:
     return None
 
 
+def kv_elements(config: Mapping[str, Any], attention_tp: int) -> int:
+    """Elements of the KV cache that a token takes on each rank of an attention group."""
+    fields = Fields(config)
+    _, key = attention_widths(fields)
+    head = key // fields.num_key_value_heads
+    return 2 * head * max(1, fields.num_key_value_heads // attention_tp)
+
+
+def stored_bytes(path: str) -> int:
+    """Size of the draft's weight files."""
+    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+
+
 def describe(config: Mapping[str, Any], num_layers: int) -> str:
     """A draft in a few words, for the gate's summary."""
     layers: Sequence[int] = aux_layers(config, num_layers)

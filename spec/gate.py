@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from sglang_afd.command_line import last_value, values
 from sglang_afd.facts import Facts, Refusal
+from sglang_afd.observe.holdings import size
 from sglang_afd.spec import draft
-from sglang_afd.spec.settings import (
+from sglang_afd.speculation import (
     ALGORITHM,
     DRAFT,
     SERVED,
@@ -19,6 +20,7 @@ from sglang_afd.spec.settings import (
     asked,
     rows_needed,
 )
+from sglang_afd.transport_gate import row_dtype
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 """The targets with which it was shown."""
@@ -84,7 +86,13 @@ def summary(facts: Facts) -> str:
         return ""
     config = draft.read_config(speculation.draft)
     described = draft.describe(config, target_of(facts).num_layers)
-    return f"; {described}, {speculation.tokens} tokens a verify step"
+    elements = draft.kv_elements(config, facts.config.attention_tp)
+    kv = elements * (4 if row_dtype(facts) == "float32" else 2)
+    return (
+        f"; {described}, {speculation.tokens} tokens a verify step: {size(kv)} of KV a token and "
+        f"its share of {size(draft.stored_bytes(speculation.draft))} of weights on an attention "
+        f"rank"
+    )
 
 
 def target_of(facts: Facts) -> draft.Target:

@@ -16,7 +16,7 @@ from sglang_afd.plan.routing import Routing
 from sglang_afd.plan.search import Question, search
 from sglang_afd.plan.shape import shape_of
 from sglang_afd.plan.workload import Workload
-from sglang_afd.spec.settings import asked
+from sglang_afd.speculation import asked
 
 LOSS = 0.10
 """Predicted loss against colocated from which on the advice is a warning."""

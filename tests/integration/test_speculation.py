@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from tests.support.layouts import (
     speculating,
 )
 from tests.support.processes import wait_until
-from tests.support.reference import Expect, check
+from tests.support.reference import Expect, assert_equal, check
 from tests.support.workload import Prompt, prompts, send
 from tests.support.world import World
 
@@ -37,6 +38,13 @@ OTHERS = (
     *(speculating(A2F2, *shape) for shape in ((1, 1, 2), (7, 1, 8))),
 )
 
+TINY = replace(
+    TREE,
+    flags=(*TREE.flags, "--max-total-tokens", "280", "--schedule-conservativeness", "0.3"),
+    note="tiny",
+)
+"""A KV pool that is too small for the requests that SGLang admits, if it expects them to end."""
+ENDS, MAY_END = {0, 2}, {"ignore_eos": False}
 ALONE = Layout(
     checkpoint="drafted",
     speculation=STANDARD.speculation,
@@ -116,6 +124,37 @@ def test_abort(world: World, layout: Layout, expect: Expect) -> None:
     for stream, want in zip(kept, expect(others, 64)):
         *_, last = stream
         assert tuple(last["output_ids"]) == want.tokens
+    nothing_left(world)
+
+
+@pytest.mark.full
+@on(TINY)
+def test_too_little_memory_for_all(world: World, expect: Expect) -> None:
+    """Requests are taken back and done again, with their prompts drafted anew."""
+    asked = prompts([12, 10, 14], seed=68)
+    expected = expect(asked, 80)
+    assert not any(ENDS & set(answer.tokens) for answer in expected)
+    before = world.log.count("Retract requests")
+    fields = {"sampling_params": MAY_END}
+    answers = send(world, asked, 80, delays=[0.0] * 3, fields=lambda _: dict(fields))
+    assert_equal(answers, expected)
+    assert world.log.count("Retract requests") > before, "memory was to be short"
+    nothing_left(world)
+
+
+@pytest.mark.full
+@on(STANDARD, TREE)
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_pause_and_continue(world: World, expect: Expect, mode: str) -> None:
+    """Requests that are paused, and perhaps taken back, go on as if nothing had been."""
+    [prompt] = prompts([30], seed=75)
+    stream = world.stream(prompt, 150, routed_dp_rank=0)
+    for _ in range(3):
+        next(stream)
+    assert world.post("/pause_generation", {"mode": mode}).status_code == 200
+    assert world.post("/continue_generation", {}).status_code == 200
+    *_, last = stream
+    assert tuple(last["output_ids"]) == expect([prompt], 150)[0].tokens
     nothing_left(world)
 
 

@@ -15,14 +15,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # from the inside out; members of a layer do not know each other
     (
         *("topology", "kernels", "families", "addresses", "machine", "embedded"),
-        *("causes", "identity", "lanes", "progress", "rollcall", "spec"),
+        *("causes", "identity", "lanes", "progress", "rollcall"),
     ),
     ("config", "dispatch", "model_fields"),
     ("observe",),
     ("command_line", "context", "ffn"),
+    ("speculation",),
     ("attention", "checkpoint", "flags", "transports"),
     ("facts", "features"),
     ("transport_gate", "weights"),
+    ("spec",),
     ("model_gate", "plan"),
     ("upstream",),
     ("platform", "running"),

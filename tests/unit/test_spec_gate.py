@@ -14,9 +14,10 @@ from safetensors.numpy import load_file, save_file
 from sglang_afd.facts import Facts
 from sglang_afd.flags import parse
 from sglang_afd.gate import findings
+from sglang_afd.observe.holdings import size
 from sglang_afd.plan.advice import advise
 from sglang_afd.spec import draft
-from sglang_afd.spec.settings import Speculation, asked, rows_needed
+from sglang_afd.speculation import Speculation, asked, rows_needed
 from tests.support.checkpoints import seeded_qwen3_moe
 from tests.support.drafts import AUX_LAYERS, TARGET, WORDS, seeded_draft
 from tests.support.gate_facts import GPUS, make_facts, refused
@@ -75,6 +76,21 @@ def test_a_draft_of_the_target_passes(target: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "tp", "elements"), [(4, 1, 1024), (4, 2, 512), (1, 2, 256), (2, 1, 512)]
+)
+def test_a_tokens_kv_is_the_drafts_own(kv_heads: int, tp: int, elements: int) -> None:
+    config = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "head_dim": 128}
+    assert draft.kv_elements(config, tp) == elements
+
+
+def test_the_gate_tells_what_a_draft_takes(target: Path) -> None:
+    stored = (target / "draft" / "model.safetensors").stat().st_size
+    for dtype, kv in (("float32", "1.0 KiB"), ("bfloat16", "512 B")):  # 2 heads of 64
+        text = findings(facts(target, "--dtype", dtype))[0].message
+        assert f"{kv} of KV a token and its share of {size(stored)} of weights" in text
+
+
 def test_without_speculation_nothing_is_asked(target: Path) -> None:
     assert asked(()) is None and rows_needed((), 1, 1) == 0
     assert asked(("--speculative-algorithm", "NEXTN")) is None
@@ -126,8 +142,8 @@ def test_graphs_are_of_as_many_requests_as_an_exchange_takes(target: Path) -> No
     argv = ["--afd-attention-ranks", "1", "--afd-ffn-ranks", "1", *EAGLE]
     args = parse(argv, transport="nvlink").sglang_args
     assert args[args.index("--cuda-graph-max-bs-decode") + 1] == "48"
-    for size, fits in (("48", True), ("49", False)):
-        flags = ("--afd-transport", "nvlink", "--cuda-graph-max-bs-decode", size)
+    for largest, fits in (("48", True), ("49", False)):
+        flags = ("--afd-transport", "nvlink", "--cuda-graph-max-bs-decode", largest)
         texts = refused(facts(target, *flags, machine=GPUS), "transport")
         assert any("a graph of 196 rows" in text for text in texts) is not fits, texts
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from sglang_afd.spec import draft, settings
+from sglang_afd import speculation as settings
+from sglang_afd.spec import draft
 
 pytestmark = pytest.mark.upstream
 
