@@ -21,7 +21,7 @@ def Engine(**arguments: Any) -> Any:
             ``afd_attention_ranks`` and ``afd_ffn_ranks`` (both, or this is SGLang's engine),
             ``afd_attention_tp``, ``afd_transport``, ``afd_max_tokens_per_rank``,
             ``afd_prefill_block``, ``afd_lanes``, ``afd_startup_timeout``, ``afd_exchange_timeout``,
-            ``afd_role``.
+            ``afd_role``.  ``afd_restart`` and ``afd_restart_requests`` are for servers alone.
             ``python -m sglang_afd.launch_server --help`` explains them.  Without `model_path` it
             runs the embedded model.
 
@@ -39,8 +39,11 @@ def Engine(**arguments: Any) -> Any:
             "Engine takes no server_args, which would bring AFD's settings along unchecked; give "
             "its fields by their names"
         )
-    if arguments.get("afd_restart"):
-        raise start.Refused("afd_restart keeps a server's port and requests; an Engine has neither")
+    if {"afd_restart", "afd_restart_requests"} & set(arguments):
+        raise start.Refused(
+            "afd_restart keeps a server's port and requests, of which an Engine has none; leave it "
+            "and afd_restart_requests out"
+        )
     imported_before = server.is_imported() and os.environ.get(CPU_ENV) != "1"
     arguments.setdefault("log_level", "error")
     arguments.setdefault("port", free_port())  # ranks take ports next to it; none is served

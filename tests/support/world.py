@@ -133,8 +133,9 @@ class World(Client):
         self._forked, self._busy = time.monotonic(), busy_seconds()
         self.started: Start | None = None
         """None: it has not been healthy yet."""
+        self._afd = any(arg.startswith("--afd-") for arg in argv)
         self.shared: set[Path] = set()
-        """Files in shared memory that it had when it became healthy."""
+        """Files in shared memory that it had when it became healthy; plain SGLang leaves them."""
 
     @property
     def log(self) -> str:
@@ -164,7 +165,7 @@ class World(Client):
                 raise AssertionError(f"the server ended with {code} while starting:\n{self.tail()}")
             if "fired up and ready" in self.log and self.get("/health").status_code == 200:
                 self.started = self.started or self._start()
-                self.shared = shared_files(self.processes())
+                self.shared = shared_files(self.processes()) if self._afd else set()
                 return self
             time.sleep(0.2)
         end_session(self.pid)
@@ -194,8 +195,7 @@ class World(Client):
         code = self.wait_ended(within)
         taken = lambda: [p for p in ports_of(self.port) if port_problem(LOOPBACK, p)]  # noqa: E731
         assert wait_until(lambda: not taken(), deadline - time.monotonic()), taken()
-        left = {path for path in self.shared if path.exists()}
-        assert not left, left
+        self._check_shared()
         return code
 
     def stop(self) -> None:
@@ -209,6 +209,11 @@ class World(Client):
         code = self.wait_ended(STOP)
         assert code == 0, f"the server ended with {code}:\n{self.tail()}"
         assert all(size < MEMORY for size in sizes.values()), f"bytes by process: {sizes}"
+        self._check_shared()
+
+    def _check_shared(self) -> None:
+        left = {path for path in self.shared if path.exists()}
+        assert not left, f"shared memory is left: {left}"
 
     def kill(self) -> None:
         """End the server at once, without asking whether it is well."""

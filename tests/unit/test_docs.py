@@ -32,7 +32,7 @@ def test_flag_exists(flag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", sorted(set(re.findall(r"make (demo|test[\w-]*|setup|lint)", TEXT)))
+    "target", sorted(set(re.findall(r"make (demo|test[\w-]*|setup|lint|soak)", TEXT)))
 )
 def test_make_target_exists(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

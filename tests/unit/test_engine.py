@@ -57,6 +57,7 @@ def test_switches_lists_and_dictionaries() -> None:
         ({"afd_attention_ranks": 1, "afd_ffn_ranks": 1, "tp_size": 2}, "^tp_size is set by"),
         ({"afd_attention_ranks": False, "afd_ffn_ranks": 1}, "'False'"),
         ({"afd_attention_ranks": 1, "afd_ffn_ranks": 1, "server_args": 1}, "takes no server_args"),
+        ({"afd_attention_ranks": 1, "afd_ffn_ranks": 1, "afd_restart": 1}, "an Engine has none"),
     ],
 )
 def test_refused_as_the_server_refuses(arguments: dict[str, Any], says: str) -> None:
