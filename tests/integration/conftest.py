@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.layouts import STOCK, Layout
+from tests.support.layouts import Layout, without_afd
 from tests.support.reference import Expect, References
 from tests.support.world import World
 
@@ -23,10 +23,11 @@ def layout(request: pytest.FixtureRequest) -> Layout:
 
 
 @pytest.fixture
-def stock(start: Callable[..., World], checkpoints: Callable[[str], Path]) -> World:
+def stock(start: Callable[..., World], layout: Layout, checkpoints: Callable[[str], Path]) -> World:
     """SGLang without AFD, beside the test's world; ask for it once that world does something wrong,
     with ``request.getfixturevalue``, for a start takes long."""
-    return start(STOCK.argv(str(checkpoints(STOCK.checkpoint)))).wait_healthy()
+    model = str(checkpoints(layout.checkpoint))
+    return start(without_afd(layout).argv(model)).wait_healthy()
 
 
 @pytest.fixture

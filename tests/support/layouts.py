@@ -90,6 +90,13 @@ def small(layout: Layout) -> Layout:
     )
 
 
+def without_afd(layout: Layout) -> Layout:
+    """SGLang itself with the other flags of `layout`, whose AFD flags have one value each."""
+    ours = {i for i, flag in enumerate(layout.flags) if flag.startswith("--afd-")}
+    kept = [f for i, f in enumerate(layout.flags) if i not in ours and i - 1 not in ours]
+    return replace(layout, attention=0, ffn=0, tp=1, flags=(*STOCK.flags, *kept))
+
+
 SMALL = small(A2F1)
 """The world that most tests share: small caps, so that every request crosses them."""
 WIDER = (small(A2F2), small(A1T2F1))

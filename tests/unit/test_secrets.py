@@ -1,4 +1,4 @@
-"""What a user keeps secret is in no line of ours: neither printed, nor in what the ranks compare."""
+"""What a user keeps secret is in no line of ours, nor in what the ranks compare."""
 
 from __future__ import annotations
 
