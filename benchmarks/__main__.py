@@ -26,6 +26,7 @@ from sglang_afd.causes import INTERRUPTED
 from sglang_afd.validate.url import Remote
 
 PROGRAM = "python -m benchmarks"
+_DESCRIPTION = "Show what there is to measure, measure it, and show what came out."
 _NONE_YET = ("spec", "cad")
 
 
@@ -37,7 +38,7 @@ def fail(message: str) -> NoReturn:
 
 def parser() -> argparse.ArgumentParser:
     """The commands and their flags."""
-    made = argparse.ArgumentParser(prog=PROGRAM, description=(__doc__ or "").partition(": ")[2])
+    made = argparse.ArgumentParser(prog=PROGRAM, description=_DESCRIPTION)
     commands = made.add_subparsers(dest="command", required=True)
 
     def command(name: str, does: Callable[[argparse.Namespace], int], text: str) -> Callable:
@@ -62,7 +63,13 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("table", _table, "Write docs/performance.md and its plot.")
     add("folders", nargs="*", type=Path, metavar="DIR", help="of results (default: all there are)")
-    add("--out", type=Path, default=table.DOCUMENT, metavar="FILE", help="default: %(default)s")
+    add(
+        "--out",
+        type=Path,
+        default=table.DOCUMENT,
+        metavar="FILE",
+        help="default: docs/performance.md",
+    )
 
     add = command("prompts", _prompts, "Write seeded prompts of an exact number of tokens.")
     add("--tokenizer", type=Path, required=True, metavar="PATH", help="a model's tokenizer.json")

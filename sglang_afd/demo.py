@@ -32,7 +32,10 @@ _TRACED_STEPS = 60
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration; returns the exit status."""
     began = time.monotonic()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_afd.demo",
+        description=" ".join((__doc__ or "").split("\n\n")[1].split()),
+    )
     parser.add_argument(
         "--attention-ranks",
         type=int,

@@ -25,6 +25,12 @@ from sglang_afd.machine import this_machine
 from sglang_afd.plugin import CPU_ENV
 from sglang_afd.topology import TopologyError
 
+_PURPOSES = {
+    "launch_server": "SGLang's server with attention-FFN disaggregation.",
+    "check": "Would launch_server start with these flags? Says what every gate finds, and the mend "
+    "of what fails; exits with 0 if all pass, with 1 if one does not, with 2 if the command line "
+    "describes no deployment.",
+}
 _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 _SGLANG_FLAGS = "SGLang's flags"
 _MODEL_FLAGS = ("--model-path", "--model")
@@ -231,21 +237,26 @@ def sglang_finding(facts: Facts, *, program: str) -> Finding:
     return Finding(_SGLANG_FLAGS, True, "SGLang's parser takes every flag")
 
 
-def _print_help(program: str) -> NoReturn:
-    """Our flags first, then SGLang's hundreds, which take seconds to import."""
+def own_parser(program: str) -> argparse.ArgumentParser:
+    """The flags that this package adds to SGLang's, for the help of `program`."""
     name = f"python -m sglang_afd.{program}"
     ours = argparse.ArgumentParser(
         prog=name,
         usage=f"{name} --afd-attention-ranks A --afd-ffn-ranks F [--model-path DIR] [flag ...]",
-        description="SGLang's server with attention-FFN disaggregation. Every SGLang flag keeps "
-        "its meaning; the flags of the first group are added. --model-path is optional: its "
-        f"default is {embedded.DESCRIPTION}.",
+        description=f"{_PURPOSES[program]} Every SGLang flag keeps its meaning; the flags of the "
+        "first group are added. --model-path is optional: its default is "
+        f"{embedded.DESCRIPTION}.",
         add_help=False,
     )
     add_flags(ours)
     if program == "launch_server":
         on_ray.add_flags(ours.add_argument_group("on a Ray cluster"))
-    ours.print_help()
+    return ours
+
+
+def _print_help(program: str) -> NoReturn:
+    """Our flags first, then SGLang's hundreds, which take seconds to import."""
+    own_parser(program).print_help()
     print("\nSGLang's own flags follow.\n", flush=True)
     from sglang_afd.upstream.server import add_sglang_flags
 

@@ -21,6 +21,12 @@ import msgspec
 from sglang_afd.observe import timeline
 from sglang_afd.observe.trace import BadTrace, Trace, read
 
+_DESCRIPTION = (
+    "Record the next steps of a running server, or read a trace that was saved, and look at them: "
+    "prints how well the roles' work overlaps; --perfetto writes a file for ui.perfetto.dev, "
+    "--plot a figure of one step."
+)
+
 
 class NoAnswer(Exception):
     """The server cannot be asked; the message says what it said."""
@@ -121,7 +127,7 @@ def _ask(method: str, url: str, api_key: str | None) -> bytes:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sglang_afd.trace", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m sglang_afd.trace", description=_DESCRIPTION)
     parser.add_argument("file", nargs="?", type=Path, help="a trace that --save wrote")
     parser.add_argument(
         "--url", default="http://127.0.0.1:30000", help="of a running server (default: %(default)s)"

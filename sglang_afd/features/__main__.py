@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the document; exits with argparse's message if `argv` asks for anything else."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_afd.features",
-        description=f"Write {DOCUMENT}: which of SGLang's features AFD serves.",
+        description=f"Write docs/{DOCUMENT.name}: which of SGLang's features AFD serves.",
     )
     parser.parse_args(argv)
     DOCUMENT.parent.mkdir(exist_ok=True)

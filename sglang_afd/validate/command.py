@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "logprobs and MoE layers, and writes a report. Exits with 0 if it passes, 1 if it fails, "
         "2 if the command line cannot be right.",
         epilog="All other flags are launch_server's and describe the deployment: --model-path, "
-        "--afd-attention-ranks, --afd-ffn-ranks, --afd-attention-tp, --afd-transport, --dtype and "
+        "--dtype, --afd-attention-ranks, --afd-ffn-ranks, --afd-attention-tp, --afd-transport and "
         "so on. Without --afd-* flags it has one attention and one FFN rank; without --model-path "
         f"the model is {embedded.DESCRIPTION}, in float32. docs/validating.md explains the report.",
         allow_abbrev=False,

@@ -1,20 +1,28 @@
-"""The README's commands, flags, files and make targets exist."""
+"""The documents' commands, flags, files and make targets exist, and their messages."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import importlib.util
+import os
 import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks import __main__ as benchmarks
 from sglang_afd import on_ray
 from sglang_afd.flags import add_flags
+from tools import cli_docs
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# cli.md is what the parsers say, in lines that break flags in two
+DOCUMENTS = [
+    path
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if path != cli_docs.DOCUMENT
+]
 TEXT = "\n".join(path.read_text() for path in DOCUMENTS)
 
 
@@ -42,6 +50,37 @@ def test_make_target_exists(target: str) -> None:
 def test_links_lead_somewhere(document: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
         assert (document.parent / link).exists(), link
+
+
+def test_help_texts_are_current() -> None:
+    assert cli_docs.DOCUMENT.read_text() == cli_docs.document(), "run: python -m tools.cli_docs"
+
+
+@pytest.mark.parametrize("columns", ["40", "300"])
+def test_help_texts_do_not_depend_on_the_terminal(
+    columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli_docs.document() == cli_docs.DOCUMENT.read_text()
+    assert os.environ["COLUMNS"] == columns
+
+
+def test_help_texts_hold_no_path_of_this_machine() -> None:
+    assert str(ROOT) not in cli_docs.document()
+
+
+def test_every_command_is_documented() -> None:
+    """Each program that names itself `python -m ...`, with each of its subcommands."""
+    named = {section.command for section in cli_docs.SECTIONS}
+    for program in PROGRAMS:
+        for name in re.findall(r'prog="(python -m [\w. -]+)"', program.read_text()):
+            assert name in named, f"tools/cli_docs.py lacks {name}"
+    (commands,) = (
+        action.choices
+        for action in benchmarks.parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    assert {f"python -m benchmarks {name}" for name in commands} <= named
 
 
 PROGRAMS = [
