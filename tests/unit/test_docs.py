@@ -7,13 +7,16 @@ import ast
 import importlib.util
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from sglang_afd import on_ray
-from sglang_afd.flags import add_flags
+from sglang_afd import on_ray, trace
+from sglang_afd.flags import add_flags, parse
+from sglang_afd.plan import command as plan
+from sglang_afd.validate import command as validate
 from tools import cli_docs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,3 +100,57 @@ def test_every_option_is_explained(program: Path) -> None:
     for node in ast.walk(ast.parse(program.read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             assert any(keyword.arg == "help" for keyword in node.keywords), ast.unparse(node)
+
+
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+COMMANDS = [
+    command
+    for document in (TUTORIAL, ROOT / "README.md")
+    for block in re.findall(r"^```bash\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+    for command in block.replace("\\\n", " ").splitlines()
+    if command.strip() and not command.startswith("#")
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_taken(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the parser of the program that they call; what is cheap is run."""
+    words = shlex.split(command, comments=True)
+    words = words[: words.index("#")] if "#" in words else words
+    if words[0] != "python":
+        assert words[0] in ("make", "source", "curl"), command
+        return
+    assert words[1] == "-m", command
+    module, args = words[2], words[3:]
+    if module in ("sglang_afd.launch_server", "sglang_afd.check"):
+        assert parse(args, transport="gloo").config is not None
+    elif module == "sglang_afd.plan":
+        assert plan.main(args) == 0
+        assert "AFD " in capsys.readouterr().out
+    elif module == "sglang_afd.trace":
+        trace._parser().parse_args(args)
+    elif module == "sglang_afd.validate":
+        own, deployment = validate.parser().parse_known_args(args)
+        assert args[0] == "check" or parse(deployment, transport="gloo").config is not None
+    elif module == "sglang.bench_serving":
+        assert importlib.util.find_spec(module) is not None
+        client = Path(importlib.util.find_spec("sglang").origin or "").parent / "bench_serving.py"
+        flags = [word for word in args if word.startswith("--")]
+        assert all(f'"{flag}"' in client.read_text() for flag in flags)
+    else:
+        pytest.fail(f"{module} is checked by nothing; add it here")
+
+
+def test_tutorial_shows_what_the_planner_says(capsys: pytest.CaptureFixture[str]) -> None:
+    text = TUTORIAL.read_text()
+    (asked,) = re.findall(r"^python -m sglang_afd.plan (.*)$", text, re.MULTILINE)
+    (shown,) = re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert plan.main(asked.split()) == 0
+    assert " ".join(shown.split()) in " ".join(capsys.readouterr().out.split())
+
+
+def test_every_document_is_linked_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for document in sorted((ROOT / "docs").glob("*.md")):
+        assert f"](docs/{document.name})" in readme, document.name
+    assert len(readme.splitlines()) <= 200
