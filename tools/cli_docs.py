@@ -59,6 +59,7 @@ SECTIONS = (
     _of("sglang_afd.validate.__main__"),
     _of("sglang_afd.validate.__main__", "check"),
     _of("sglang_afd.trace"),
+    _of("sglang_afd.hook_report"),
     _of("sglang_afd.demo"),
     _of("benchmarks.__main__"),
     *(

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from sglang_afd import demo
+from sglang_afd.observe.trace import Trace
 from sglang_afd.running import Server, ServerFailed
 
 pytestmark = pytest.mark.unit
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, bool]]:
-    """Run the demo with a server that only ends as told: its status, and whether logs are left."""
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
+    """Run the demo with a server that only ends as told: its status, and the files that it left."""
     logs = tmp_path / "logs"
 
-    def demonstrate(end: BaseException | None = None) -> tuple[int, bool]:
+    def demonstrate(end: BaseException | None = None) -> tuple[int, list[str]]:
         @contextmanager
         def serve(name: str, args: Any, *, logs: Path, **rest: Any) -> Iterator[Server]:
             (logs / "demo.log").write_text("[2026] loading\n")
@@ -32,22 +33,24 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
         monkeypatch.setattr(demo, "serve", serve)
         monkeypatch.setattr(demo, "_ask", lambda *args: None)
         monkeypatch.setattr(demo, "_show", lambda *args: None)
+        monkeypatch.setattr(demo.trace, "begin", lambda *args: None)
+        monkeypatch.setattr(demo.trace, "recorded", lambda url: Trace({}, []))
         monkeypatch.setattr(demo.tempfile, "mkdtemp", lambda prefix: str(logs))
-        return demo.main([]), logs.exists()
+        return demo.main([]), sorted(file.name for file in logs.iterdir())
 
     return demonstrate
 
 
-def test_nothing_is_left_after_success(run: Callable[..., tuple[int, bool]]) -> None:
-    assert run() == (0, False)
+def test_a_trace_alone_is_left_after_success(run: Callable[..., tuple[int, list[str]]]) -> None:
+    assert run() == (0, ["trace.json"])
 
 
-def test_the_log_is_kept_after_a_failure(run: Callable[..., tuple[int, bool]]) -> None:
-    assert run(ServerFailed("it ended")) == (1, True)
+def test_the_log_is_kept_after_a_failure(run: Callable[..., tuple[int, list[str]]]) -> None:
+    assert run(ServerFailed("it ended")) == (1, ["demo.log"])
 
 
 def test_ctrl_c_is_quiet(
-    run: Callable[..., tuple[int, bool]], capsys: pytest.CaptureFixture[str]
+    run: Callable[..., tuple[int, list[str]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(KeyboardInterrupt()) == (130, True)
+    assert run(KeyboardInterrupt()) == (130, ["demo.log"])
     assert "Traceback" not in "".join(capsys.readouterr())
