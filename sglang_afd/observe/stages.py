@@ -187,7 +187,7 @@ class StepTimer:
         self._going: set[tuple[int, Path]] = set()
         self._starts: dict[tuple[int, Path], float] = {}
 
-    def listen(self, listener: Callable[[StepTimes], None]) -> None:
+    def subscribe(self, listener: Callable[[StepTimes], None]) -> None:
         """Tell `listener` of every step from the next one on, in order, some steps later."""
         self._clock = self._clock or self._make_clock()
         self._listeners = (*self._listeners, listener)

@@ -41,14 +41,14 @@ class Telemetry:
         elif key == WATCH:
             if self._recent is None:
                 self._recent = RecentSteps()
-                timer.listen(self._recent)
+                timer.subscribe(self._recent)
         else:
             if self._recorder is not None:
                 timer.forget(self._recorder)
             self._recorder = None
             if value:
                 self._recorder = self._new_recorder(int(value))
-                timer.listen(self._recorder)
+                timer.subscribe(self._recorder)
 
     def state(self) -> dict[str, Any]:
         """What this rank has to tell at present."""
@@ -75,7 +75,7 @@ def hooks() -> tuple[Hook, ...]:
         if get_observability().enable_metrics:
             context = current()
             row_bytes = context.facts.hidden_size * scheduler.model_config.dtype.itemsize
-            context.timer.listen(
+            context.timer.subscribe(
                 StepMetrics(context.role.value, context.rank, row_bytes, len(context.facts.layers))
             )
 

@@ -15,9 +15,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # from the inside out; members of a layer do not know each other
     (
         *("topology", "kernels", "families", "addresses", "machine", "embedded"),
-        *("causes", "identity", "lanes", "progress", "rollcall"),
+        *("causes", "identity", "lanes", "patches", "progress", "rollcall", "whole_file"),
     ),
-    ("config", "dispatch", "model_fields"),
+    ("config", "model_fields"),
+    ("dispatch",),
     ("observe",),
     ("command_line", "context", "ffn"),
     ("speculation",),
@@ -31,7 +32,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gate", "on_ray"),
     ("plugin",),
     ("start",),
-    ("check", "engine", "launch_server", "trace", "validate"),
+    ("front",),
+    ("check", "engine", "hook_report", "launch_server", "trace", "validate"),
     ("demo",),
     ("__init__",),
 )
@@ -42,7 +44,7 @@ def parts() -> Iterator[tuple[str, Path]]:
     """Every file with the module or package of `sglang_afd` that it belongs to."""
     for path in sorted((ROOT / "sglang_afd").rglob("*.py")):
         yield path.relative_to(ROOT / "sglang_afd").parts[0].removesuffix(".py"), path
-    for folder in ("kernels", "spec"):
+    for folder in ("kernels", "spec", "patches"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield folder, path
 

@@ -55,7 +55,7 @@ class Rank:
         self.clock = FakeClock()
         self.told: list[StepTimes] = []
         self.timer = StepTimer(Stage.ATTENTION, lambda: self.clock, rank=rank, experts=3)
-        self.timer.listen(self.told.append)
+        self.timer.subscribe(self.told.append)
 
     def run(self, agreed: StepPlan, seconds: float = 1.0) -> None:
         """A step with one exchange, of three equal parts."""
