@@ -88,13 +88,13 @@ def test_the_meeting_listens_at_the_given_host_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
     context = zmq.Context()
     try:
-        held = handshake._socket(SimpleNamespace(context=context), True)
+        kept, _ = handshake._socket(SimpleNamespace(context=context), True)
         listening = [
             connection.laddr
             for connection in psutil.Process().net_connections("inet")
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
         ]
-        assert not held.closed
+        assert not kept.closed
         assert [(laddr.ip, laddr.port) for laddr in listening] == [("127.0.0.1", port)]
         with pytest.raises(OSError):
             socket.create_connection(("127.0.0.2", port), timeout=2).close()
