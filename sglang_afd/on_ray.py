@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from sglang_afd.command_line import expand_config_file, last_value, values
 from sglang_afd.config import AfdConfig, ConfigError
 from sglang_afd.flags import parse
 from sglang_afd.topology import Role
+from sglang_afd.upstream.handshake import TOKEN_ENV
 
 _STOP_WITHIN = 60.0  # seconds: running requests are finished first
 _CARRIED = ("SGLANG_", "HF_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "OMP_", "MKL_")
@@ -158,7 +160,8 @@ def _cluster(address: str) -> Iterator[list[Node]]:
         import ray
     except ImportError as error:
         raise ConfigError("--afd-ray needs Ray; pip install 'sglang_afd[ray]'") from error
-    environment = {name: os.environ[name] for name in os.environ if name.startswith(_CARRIED)}
+    carried = [name for name in os.environ if name.startswith(_CARRIED) and name != TOKEN_ENV]
+    environment = {name: os.environ[name] for name in carried}
     try:
         ray.init(address=address, runtime_env={"env_vars": environment}, log_to_driver=True)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -192,9 +195,9 @@ class Command:
 
         return f"{ray.util.get_node_ip_address()}:{free_port()}"
 
-    def start(self, args: list[str]) -> None:
-        """Start the command; returns at once."""
-        threading.Thread(target=self._run, args=(args,), daemon=True).start()
+    def start(self, args: list[str], token: str) -> None:
+        """Start the command, which meets the other by `token`; returns at once."""
+        threading.Thread(target=self._run, args=(args, token), daemon=True).start()
         self._started.wait()
 
     def wait(self) -> int:
@@ -208,7 +211,7 @@ class Command:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
-    def _run(self, args: list[str]) -> None:
+    def _run(self, args: list[str], token: str) -> None:
         """Start it and pass on what it prints.
 
         It dies with this thread, which the kernel takes for its parent: so with the node's Ray.
@@ -218,6 +221,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, TOKEN_ENV: token},
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
@@ -252,9 +256,10 @@ def _supervise(
             .remote()
         )
     meeting = ray.get(actors[Role.ATTENTION].meeting_point.remote(), timeout=_STOP_WITHIN)
+    token = os.environ.get(TOKEN_ENV) or secrets.token_hex()
     for rank, role in enumerate((Role.ATTENTION, Role.FFN)):
         own = ["--afd-role", role.value, "--nnodes", "2", "--node-rank", str(rank)]
-        ray.get(actors[role].start.remote([*args, *own, "--dist-init-addr", meeting]))
+        ray.get(actors[role].start.remote([*args, *own, "--dist-init-addr", meeting], token))
     ends = {actors[role].wait.remote(): role for role in places}
     with _asked_to_stop() as asked:
         status = _await_first(ends, asked, program)

@@ -5,12 +5,16 @@ wait is bounded, and the commands compare their ``--afd-*`` flags: with unequal 
 would never find each other.  On one machine they also compare where they listen for HTTP.
 
 The one socket of ours is the attention command's, bound to the host of --dist-init-addr alone; what
-it reads is JSON of one shape, and anything else, a port scanner's or another program's, is turned
-away while the wait goes on.
+it reads is JSON of one shape, sealed (HMAC-SHA256) with the token that both commands find in
+`TOKEN_ENV`.  Anything else, a port scanner's or another deployment's, is turned away while the wait
+goes on.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import os
 import time
 from typing import Any
 
@@ -19,6 +23,9 @@ import msgspec
 from sglang_afd.addresses import Listener
 from sglang_afd.config import AfdConfig, ConfigError, differences
 from sglang_afd.topology import Role
+
+TOKEN_ENV = "SGLANG_AFD_TOKEN"
+"""A secret that both commands of a deployment share; without it the seal keeps nobody out."""
 
 
 class _Message(msgspec.Struct, kw_only=True):
@@ -30,6 +37,17 @@ class _Message(msgspec.Struct, kw_only=True):
     """Its `Listener`."""
     ports: list[int] | None = None
     """Of the attention command's workers, which it alone tells."""
+
+
+class _Sealed(msgspec.Struct):
+    """A message as it travels."""
+
+    body: str
+    seal: str
+
+
+class _Stranger(ValueError):
+    """What came is not from a command of this deployment."""
 
 
 class StartError(RuntimeError):
@@ -59,9 +77,9 @@ def worker_ports(
     try:
         if serves:
             theirs = _receive(config, socket, endpoint, deadline)
-            socket.send(msgspec.json.encode(msgspec.structs.replace(own, ports=ports)))
+            socket.send(_sealed(msgspec.structs.replace(own, ports=ports)))
         else:
-            socket.send(msgspec.json.encode(own))
+            socket.send(_sealed(own))
             theirs = _receive(config, socket, endpoint, deadline)
             ports = theirs.ports
     finally:
@@ -79,6 +97,30 @@ def worker_ports(
         )
     assert ports is not None
     return ports
+
+
+def _sealed(message: _Message) -> bytes:
+    body = msgspec.json.encode(message)
+    return msgspec.json.encode(_Sealed(body.decode(), _seal(body)))
+
+
+def _opened(raw: bytes) -> _Message:
+    """Read a message.
+
+    Raises:
+        msgspec.MsgspecError: it is none.
+        _Stranger: its seal is not this deployment's.
+    """
+    sealed = msgspec.json.decode(raw, type=_Sealed)
+    body = sealed.body.encode()
+    if not hmac.compare_digest(sealed.seal.encode(), _seal(body).encode()):
+        raise _Stranger("its seal does not fit")
+    return msgspec.json.decode(body, type=_Message)
+
+
+def _seal(body: bytes) -> str:
+    token = os.environ.get(TOKEN_ENV, "")
+    return hmac.new(token.encode(), body, hashlib.sha256).hexdigest()
 
 
 def _http() -> Listener:
@@ -104,12 +146,13 @@ def _receive(config: AfdConfig, socket: Any, endpoint: str, deadline: float) -> 
     serves = config.command_role is Role.ATTENTION
     while socket.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
         try:
-            return msgspec.json.decode(socket.recv(), type=_Message)
-        except msgspec.MsgspecError as error:
+            return _opened(socket.recv())
+        except (msgspec.MsgspecError, _Stranger) as error:
             if not serves:
                 raise StartError(
-                    f"what answers at {endpoint} is no attention command of this version "
-                    f"({error}); check --dist-init-addr"
+                    f"what answers at {endpoint} is no attention command of this version and token "
+                    f"({error}); check --dist-init-addr, and that both commands have the same "
+                    f"{TOKEN_ENV}"
                 ) from error
             socket.send(b"not a command of this deployment")  # it may only answer in turn
     if serves:

@@ -110,6 +110,8 @@ STRANGERS = (
     b'{"agreement": {}, "http": ["h", 1]}',
     b'{"agreement": {}, "http": ["h", "1", "n"]}',
     b'{"agreement": {}}',
+    b'{"body": "", "seal": ""}',
+    b'{"body": "{}", "seal": 1}',
     b"[" * 5000,
     b"x" * 100_000,
 )
@@ -129,6 +131,32 @@ def test_a_stranger_is_turned_away_and_the_wait_goes_on(
     if asking.poll(1000):  # the command may have had its peer first
         assert asking.recv() == b"not a command of this deployment"
     context.destroy(linger=0)
+
+
+def test_a_command_with_another_token_is_a_stranger(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its message is whole, and of the same flags."""
+    config = AfdConfig(attention_ranks=1, ffn_ranks=1)
+    message = handshake._Message(agreement=config.agreement(), http=(LOCAL, 2, HERE))
+    for token in ("", "guessed"):
+        monkeypatch.setenv(handshake.TOKEN_ENV, token)
+        theirs = handshake._sealed(message)
+        assert handshake._opened(theirs) == message
+        monkeypatch.setenv(handshake.TOKEN_ENV, "secret")
+        test_a_stranger_is_turned_away_and_the_wait_goes_on(monkeypatch, tmp_path, theirs)
+        with pytest.raises(handshake._Stranger):
+            handshake._opened(theirs)
+
+
+def test_a_message_that_was_changed_is_a_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(handshake.TOKEN_ENV, "secret")
+    raw = handshake._sealed(handshake._Message(agreement={"lanes": 1}, http=(LOCAL, 2, HERE)))
+    assert b"secret" not in raw
+    changed = raw.replace(b"lanes", b"lames")
+    assert changed != raw
+    with pytest.raises(handshake._Stranger):
+        handshake._opened(changed)
 
 
 @given(
