@@ -18,6 +18,8 @@ def _add_routes(server_args: Any, manager: Any, *args: Any, **kwargs: Any) -> No
     from sglang.srt.managers.io_struct import SetInternalStateReq
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
+    # Of the functions' annotations FastAPI makes the server's description of itself, and sees no
+    # names that are imported here.
     started = time.time()
 
     async def tell(**orders: int) -> None:
@@ -26,11 +28,11 @@ def _add_routes(server_args: Any, manager: Any, *args: Any, **kwargs: Any) -> No
             raise HTTPException(503, "not every rank took the order; see the server's log")
 
     @app.get("/afd", include_in_schema=False)
-    async def page() -> HTMLResponse:
+    async def page() -> Any:
         return HTMLResponse(status.page())
 
     @app.get("/afd/status")
-    async def tell_status() -> JSONResponse:
+    async def tell_status() -> Any:
         """What every rank is, holds and does."""
         await tell(**{WATCH: 1})
         states = await manager.get_internal_state()
@@ -41,14 +43,14 @@ def _add_routes(server_args: Any, manager: Any, *args: Any, **kwargs: Any) -> No
 
     @app.post("/afd/trace")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def record(steps: int = Query(10, ge=1, le=MOST_STEPS)) -> JSONResponse:
+    async def record(steps: int = Query(10, ge=1, le=MOST_STEPS)) -> Any:
         """Record the next steps of every rank; GET /afd/trace hands them out."""
         await tell(**{RECORD: steps})
         return JSONResponse({"steps": steps})
 
     @app.get("/afd/trace")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def hand_out() -> JSONResponse:
+    async def hand_out() -> Any:
         """What the ranks have recorded so far."""
         await tell(**{SHOW: 1})
         states = await manager.get_internal_state()

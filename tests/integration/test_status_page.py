@@ -33,6 +33,12 @@ def test_status(world: World) -> None:
 
 
 @on(SMALL)
+def test_the_servers_description_has_our_addresses(world: World) -> None:
+    paths = world.get("/openapi.json").json()["paths"]
+    assert set(paths["/afd/trace"]) == {"get", "post"} and "/afd/status" in paths
+
+
+@on(SMALL)
 @pytest.mark.parametrize("steps", ["0", "-1", "1001", "many"])
 def test_a_trace_has_bounds(world: World, steps: str) -> None:
     assert world.post(f"/afd/trace?steps={steps}").status_code == 400
