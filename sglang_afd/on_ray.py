@@ -187,13 +187,13 @@ class Command:
         self._started = threading.Event()
         self._ended = threading.Event()
 
-    def meeting_point(self) -> str:
-        """An address on this node at which both commands can meet."""
+    def free_address(self) -> tuple[str, int]:
+        """This node's address, and a port that is free there with those next to it."""
         import ray
 
         from sglang_afd.running import free_port
 
-        return f"{ray.util.get_node_ip_address()}:{free_port()}"
+        return ray.util.get_node_ip_address(), free_port()
 
     def start(self, args: list[str], token: str) -> None:
         """Start the command, which meets the other by `token`; returns at once."""
@@ -255,11 +255,15 @@ def _supervise(
             )
             .remote()
         )
-    meeting = ray.get(actors[Role.ATTENTION].meeting_point.remote(), timeout=_STOP_WITHIN)
+    host, port = ray.get(actors[Role.ATTENTION].free_address.remote(), timeout=_STOP_WITHIN)
+    _, health_port = ray.get(actors[Role.FFN].free_address.remote(), timeout=_STOP_WITHIN)
     token = os.environ.get(TOKEN_ENV) or secrets.token_hex()
     for rank, role in enumerate((Role.ATTENTION, Role.FFN)):
         own = ["--afd-role", role.value, "--nnodes", "2", "--node-rank", str(rank)]
-        ray.get(actors[role].start.remote([*args, *own, "--dist-init-addr", meeting], token))
+        own += ["--dist-init-addr", f"{host}:{port}"]
+        if role is Role.FFN:  # the nodes may be one machine, where --port is the other command's
+            own += ["--port", str(health_port)]
+        ray.get(actors[role].start.remote([*args, *own], token))
     ends = {actors[role].wait.remote(): role for role in places}
     with _asked_to_stop() as asked:
         status = _await_first(ends, asked, program)
