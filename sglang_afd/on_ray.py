@@ -8,7 +8,6 @@ first that fails ends the other.  Ray starts and stops the commands; a step neve
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import secrets
 import signal
@@ -23,6 +22,7 @@ from sglang_afd.causes import INTERRUPTED
 from sglang_afd.command_line import expand_config_file, last_value, values
 from sglang_afd.config import AfdConfig, ConfigError
 from sglang_afd.flags import parse
+from sglang_afd.running import end_with_parent, free_port
 from sglang_afd.topology import Role
 from sglang_afd.upstream.handshake import TOKEN_ENV
 
@@ -30,7 +30,6 @@ _STOP_WITHIN = 60.0  # seconds: running requests are finished first
 _CARRIED = ("SGLANG_", "HF_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 """Beginnings of the environment variables that commands get from here: Ray's nodes have theirs."""
 _OURS = ("--afd-role", "--nnodes", "--node-rank", "--dist-init-addr")
-_PR_SET_PDEATHSIG = 1
 
 
 class OnRay(NamedTuple):
@@ -191,8 +190,6 @@ class Command:
         """This node's address, and a port that is free there with those next to it."""
         import ray
 
-        from sglang_afd.running import free_port
-
         return ray.util.get_node_ip_address(), free_port()
 
     def start(self, args: list[str], token: str) -> None:
@@ -223,17 +220,13 @@ class Command:
             text=True,
             env={**os.environ, TOKEN_ENV: token},
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
         self._started.set()
         assert self._process.stdout is not None
         for line in self._process.stdout:
             print(line, end="", flush=True)
         self._ended.set()
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _supervise(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -20,6 +21,8 @@ from typing import Any
 
 from sglang_afd.addresses import port_problem
 from sglang_afd.upstream.ports import LOOPBACK, first_command_ports, one_command_ports
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class ServerFailed(RuntimeError):
@@ -128,6 +131,11 @@ def start(
         yield healthy
     finally:
         _end(process)
+
+
+def end_with_parent() -> None:
+    """In a child, before its program runs: the thread's end that started it sends it SIGTERM."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 _given: deque[frozenset[int]] = deque(maxlen=64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -12,10 +11,9 @@ from typing import Protocol
 import aiohttp
 
 from sglang_afd.causes import INTERRUPTED
-from sglang_afd.running import free_port
+from sglang_afd.running import end_with_parent, free_port
 
 LOOPBACK = "127.0.0.1"
-_PR_SET_PDEATHSIG = 1
 _FINAL = (0, 2, INTERRUPTED)
 """Statuses of a world that another start would not mend: ended as asked, refused, Ctrl-C."""
 _POLL = 0.5  # seconds between looks whether a world is up
@@ -36,13 +34,10 @@ async def start(argv: Sequence[str]) -> Process:
     """Start ``launch_server`` with `argv`: not in this process's group, whose Ctrl-C is for the
     front to pass on, and ended with this process."""
 
-    def die_with_parent() -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "sglang_afd.launch_server", *argv),
         process_group=0,
-        preexec_fn=die_with_parent,
+        preexec_fn=end_with_parent,
     )
 
 
