@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sglang_afd.addresses import is_local, parse_address
@@ -165,6 +165,27 @@ def check_restart(known: argparse.Namespace) -> None:
         )
 
 
+def take(
+    add: Callable[[argparse.ArgumentParser], None], argv: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Split a command line into the flags that `add` adds to a parser, and the rest.
+
+    Raises:
+        ConfigError: one of those flags lacks its value, or has one that it cannot take.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add(parser)
+    try:
+        known, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}; see --help for the --afd-* flags") from error
+    for name, value in vars(known).items():
+        if isinstance(value, list):  # argparse's own reading of ``--flag=--``
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} has no value; see --help for the --afd-* flags")
+    return known, rest
+
+
 def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Command:
     """Split a command line into the deployment and SGLang's arguments.
 
@@ -176,16 +197,7 @@ def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Comma
     Raises:
         ConfigError: the ``--afd-*`` flags, or they with SGLang's, cannot be right.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    add_flags(parser)
-    try:
-        known, rest = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}; see --help for the --afd-* flags") from error
-    for name, value in vars(known).items():
-        if isinstance(value, list):  # argparse's own reading of ``--flag=--``
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} has no value; see --help for the --afd-* flags")
+    known, rest = take(add_flags, argv)
     check_restart(known)
     unknown = [arg for arg in rest if arg.startswith("--afd-")]
     if unknown:

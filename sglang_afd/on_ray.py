@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from sglang_afd import flags
 from sglang_afd.causes import INTERRUPTED
 from sglang_afd.command_line import expand_config_file, last_value, values
 from sglang_afd.config import AfdConfig, ConfigError
-from sglang_afd.flags import parse
 from sglang_afd.running import end_with_parent, free_port
 from sglang_afd.topology import Role
 from sglang_afd.upstream.handshake import TOKEN_ENV
@@ -78,12 +78,7 @@ def take(argv: Sequence[str]) -> tuple[OnRay | None, list[str]]:
         ConfigError: a flag lacks its value, a node is named but no cluster is, or --config cannot
             be read.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    add_flags(parser)
-    try:
-        known, rest = parser.parse_known_args(expand_config_file(argv))
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}; see --help for the --afd-* flags") from error
+    known, rest = flags.take(add_flags, expand_config_file(argv))
     if known.afd_ray is None:
         for role in ("attention", "ffn"):
             if getattr(known, f"afd_ray_{role}_node") is not None:
@@ -136,7 +131,9 @@ def run(wanted: OnRay, args: Sequence[str], *, program: str) -> int:
     for flag in _OURS:
         if values(args, flag):
             raise ConfigError(f"{flag} is set by --afd-ray; leave it out")
-    config = parse(args, transport="gloo").config  # the commands choose their transport themselves
+    config = flags.parse(
+        args, transport="gloo"
+    ).config  # the commands choose their transport themselves
     if config is None:
         raise ConfigError("--afd-ray needs --afd-attention-ranks and --afd-ffn-ranks")
     with _cluster(wanted.address) as nodes:

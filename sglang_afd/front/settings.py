@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_afd.command_line import expand_config_file, int_value, last_value, values
 from sglang_afd.config import ConfigError
-from sglang_afd.flags import FFN_PORT, RETRY, add_restart_flags, check_restart
+from sglang_afd.flags import FFN_PORT, RETRY, add_restart_flags, check_restart, take
 from sglang_afd.topology import Role
 
 _HOST, _PORT = "127.0.0.1", 30000  # SGLang's
@@ -33,13 +32,7 @@ def settings(argv: Sequence[str]) -> Settings | None:
     Raises:
         ConfigError: it cannot be right.
     """
-    expanded = expand_config_file(argv)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    add_restart_flags(parser)
-    try:
-        own, world = parser.parse_known_args(expanded)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}; see --help for the --afd-* flags") from error
+    own, world = take(add_restart_flags, expand_config_file(argv))
     check_restart(own)
     if not own.afd_restart:
         return None

@@ -79,6 +79,7 @@ def test_what_ray_is_asked_for_is_taken_off_the_command_line() -> None:
     ("argv", "said"),
     [
         (["--afd-ray", *RANKS, "--afd-ray-ffn-node"], "--afd-ray-ffn-node: expected one argument"),
+        (["--afd-ray", *RANKS, "--afd-ray-ffn-node=--"], "--afd-ray-ffn-node has no value"),
         (["--afd-ray", *RANKS, "--afd-restart", "2"], "leave one of them out"),
         (["--afd-ray-ffn-node", "n"], "--afd-ray-ffn-node needs --afd-ray"),
         (["--afd-ray"], "needs --afd-attention-ranks"),
