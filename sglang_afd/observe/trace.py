@@ -75,9 +75,14 @@ class TraceRecorder:
         self._since_epoch = time.time() - time.monotonic()
         self.trace = RankTrace(rank, name, role, layers, asked, [])
 
+    @property
+    def complete(self) -> bool:
+        """Whether there are as many steps as were asked for."""
+        return len(self.trace.steps) == self.trace.asked
+
     def __call__(self, times: StepTimes) -> None:
         """Keep a step, unless there are enough."""
-        if len(self.trace.steps) == self.trace.asked:
+        if self.complete:
             return
         to = self._since_epoch
         self.trace.steps.append(

@@ -11,6 +11,7 @@ import msgspec
 
 from sglang_afd.context import current
 from sglang_afd.observe.metrics import StepMetrics
+from sglang_afd.observe.stages import StepTimes
 from sglang_afd.observe.summary import RecentSteps
 from sglang_afd.observe.trace import TraceRecorder
 from sglang_afd.upstream.hooks import Hook, Kind
@@ -43,12 +44,11 @@ class Telemetry:
                 self._recent = RecentSteps()
                 timer.subscribe(self._recent)
         else:
-            if self._recorder is not None:
-                timer.forget(self._recorder)
+            timer.forget(self._record)
             self._recorder = None
             if value:
                 self._recorder = self._new_recorder(int(value))
-                timer.subscribe(self._recorder)
+                timer.subscribe(self._record)
 
     def state(self) -> dict[str, Any]:
         """What this rank has to tell at present."""
@@ -58,6 +58,13 @@ class Telemetry:
         if self._show and self._recorder is not None:
             told["trace"] = msgspec.to_builtins(self._recorder.trace)
         return told
+
+    def _record(self, times: StepTimes) -> None:
+        """Keep a step; once there are enough, no step is timed for the trace any more."""
+        assert self._recorder is not None, "it is forgotten with the recorder"
+        self._recorder(times)
+        if self._recorder.complete:
+            current().timer.forget(self._record)
 
     def _new_recorder(self, steps: int) -> TraceRecorder:
         context = current()
