@@ -36,8 +36,8 @@ EXPERT_RUNNERS = {"deepep": "deep_gemm", "nvlink": "triton", "gloo": "triton"}
 """SGLang's GPU kernels for what a transport delivers: rows grouped by expert (masked grouped
 GEMMs), or a row for each token, whose experts' outputs are wanted one by one."""
 
-GPU_LANES = 1
-"""Lanes that a GPU's rank can run: they would share its one stream, and overlap nothing."""
+GPU_LANES = {"nvlink": MOST_LANES, "deepep": 1, "gloo": 1}
+"""Lanes that a rank on a GPU can run, by transport."""
 GRAPH_TRANSPORTS = ("nvlink",)
 """Transports whose decode rounds CUDA graphs can hold: those with `Transport.graphs`."""
 DEFAULT_ROWS = 128

@@ -91,7 +91,12 @@ def choose(asked: Callable[[str], Facts], on_cpu: bool, two_commands: bool) -> t
 def _gloo(facts: Facts) -> Iterator[Refusal]:
     yield from _no_graphs(facts)
     if not facts.on_cpu:
-        yield from _few_lanes(facts)
+        if facts.config.lanes > GPU_LANES["gloo"]:
+            yield Refusal(
+                f"gloo takes one lane on GPUs, not --afd-lanes {facts.config.lanes}: the host "
+                f"waits for every layer's rows, so that lanes would overlap nothing",
+                "use --afd-lanes 1",
+            )
         yield from _runner(facts, "a row for each token", "leave it out")
 
 
@@ -115,7 +120,7 @@ def _nvlink(facts: Facts) -> Iterator[Refusal]:
                 mend,
             )
             break
-    yield from _few_lanes(facts)
+    yield from _lanes(facts)
     yield from _runner(facts, "a row for each token", mend)
     yield from _graph_sizes(facts)
     if facts.moe is not None:
@@ -234,12 +239,14 @@ def _no_graphs(facts: Facts) -> Iterator[Refusal]:
         )
 
 
-def _few_lanes(facts: Facts) -> Iterator[Refusal]:
-    if facts.config.lanes > GPU_LANES:
+def _lanes(facts: Facts) -> Iterator[Refusal]:
+    """Of ranks on GPUs, over nvlink."""
+    config = facts.config
+    if config.lanes > 1 and config.topology.attention_tp > 1:
         yield Refusal(
-            f"--afd-lanes {facts.config.lanes} is for CPUs so far: on a GPU the lanes would share "
-            f"one stream, and overlap nothing",
-            f"use --afd-lanes {GPU_LANES}",
+            f"--afd-lanes {config.lanes} does not go with --afd-attention-tp "
+            f"{config.topology.attention_tp} on GPUs: lanes would use one communicator at once",
+            "use one of the two",
         )
 
 

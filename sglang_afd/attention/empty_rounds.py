@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import torch
 
-from sglang_afd.dispatch.step_plan import RECORDED
+from sglang_afd.dispatch.step_plan import recorded
 from sglang_afd.dispatch.transport import RoutedRows, Transport
 
 
 class EmptyRounds:
-    """This rank's part of one decode round without rows of its own, in every layer."""
+    """This rank's part of one decode round of a lane without rows of its own, in every layer."""
 
-    def __init__(self, transport: Transport, layers: int, rows: RoutedRows) -> None:
+    def __init__(self, transport: Transport, layers: int, rows: RoutedRows, lane: int) -> None:
         """Record the graph; the transport's kernels are loaded already.
 
         Args:
@@ -29,7 +29,7 @@ class EmptyRounds:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=self._stream):
             for _ in range(layers):
-                transport.combine(transport.dispatch(rows, RECORDED))
+                transport.combine(transport.dispatch(rows, recorded(lane)))
 
     def start(self, rounds: int) -> None:
         """Take part in that many rounds a layer, after what the current stream did so far."""

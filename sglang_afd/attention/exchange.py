@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 
 from sglang_afd.attention.empty_rounds import EmptyRounds
 from sglang_afd.context import RankContext
-from sglang_afd.dispatch.step_plan import RECORDED, Path, Round, StepPlan
+from sglang_afd.dispatch.step_plan import Path, Round, StepPlan, recorded
 from sglang_afd.dispatch.transport import RoutedRows, Transport
 from sglang_afd.observe.stages import Stage
 
@@ -19,13 +19,13 @@ class AttentionExchange:
 
     def __init__(self, context: RankContext, transport: Transport) -> None:
         self._context, self._transport = context, transport
-        self._empty_rounds: EmptyRounds | None = None
+        self._empty_rounds: Sequence[EmptyRounds] = ()
         self._plan: StepPlan | None = None
         self._rounds: tuple[Round, ...] = ()
         self._layers_left = 0
 
-    def use(self, empty_rounds: EmptyRounds) -> None:
-        """From now on decode rounds without rows of this rank's go their own way."""
+    def use(self, empty_rounds: Sequence[EmptyRounds]) -> None:
+        """From now on decode rounds without rows of this rank's go their own way, by lane."""
         self._empty_rounds = empty_rounds
 
     @contextmanager
@@ -53,12 +53,13 @@ class AttentionExchange:
     @contextmanager
     def _rounds_of(self, plan: StepPlan) -> Iterator[None]:
         """Settle which rounds the forward's layers go through, and start those that none does."""
-        rank, empty = self._context.rank, self._empty_rounds
-        if empty is None or plan.rows_of(Path.DECODE, rank):
-            self._rounds, empty = plan.rounds, None
-        else:
+        rank, decode = self._context.rank, plan.rounds_of(Path.DECODE)
+        empty = None
+        self._rounds = plan.rounds
+        if self._empty_rounds and decode and not plan.rows_of(Path.DECODE, rank):
+            empty = self._empty_rounds[plan.lane]
             self._rounds = plan.rounds_of(Path.BULK)
-            empty.start(len(plan.rounds_of(Path.DECODE)))
+            empty.start(len(decode))
         joined = tuple(round_ for round_ in self._rounds if round_.joins(rank))
         with self._context.timer.step(plan, joined):
             yield
@@ -72,7 +73,7 @@ class AttentionExchange:
             whether it did; if not, the model must run.
         """
         plan = self._context.plan
-        if self._empty_rounds is None or plan is None or plan.rows[self._context.rank]:
+        if not self._empty_rounds or plan is None or plan.rows[self._context.rank]:
             return False
         with self.step():
             self._layers_left = 0
@@ -103,7 +104,7 @@ class AttentionExchange:
                 f"--cuda-graph-max-bs-decode and --cuda-graph-bs-decode"
             )
         rows = RoutedRows(hidden, expert_ids, weights)
-        return self._transport.combine(self._transport.dispatch(rows, RECORDED))
+        return self._transport.combine(self._transport.dispatch(rows, recorded(self._context.lane)))
 
     def __call__(
         self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor

@@ -87,8 +87,10 @@ class Round(NamedTuple):
         return self.path is Path.DECODE or self.counts[rank] > 0
 
 
-RECORDED = Round(Path.DECODE, 0, ())
-"""A decode round as CUDA graphs hold it: how many rows there are is read on the device."""
+def recorded(lane: int) -> Round:
+    """A lane's decode round as CUDA graphs hold it: how many rows there are is read on the
+    device."""
+    return Round(Path.DECODE, 0, (), lane)
 
 
 @dataclass(frozen=True)

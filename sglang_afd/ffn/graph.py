@@ -1,4 +1,5 @@
-"""F's decode step as one CUDA graph: every layer's receive, experts and reply, launched once.
+"""F's decode step of a lane as one CUDA graph: every layer's receive, experts and reply, launched
+once.
 
 How many rows came, and for which experts, is read on the device; so one graph serves every decode
 step of one round, whatever the A ranks' batches are and whether they replay graphs themselves.
@@ -10,32 +11,45 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_afd.dispatch.step_plan import RECORDED, Path, StepPlan
+from sglang_afd.dispatch.step_plan import Path, StepPlan, recorded
 from sglang_afd.dispatch.transport import Transport
 from sglang_afd.ffn.serve import Experts, serve_rounds
 from sglang_afd.observe.stages import StepTimer
 
 
-class GraphServer:
-    """Serves steps; decode on a stream of its own, so that blocks of prefills run beside it."""
+class _Recorded:
+    """A lane's graph of one decode round, and the stream that its decode runs on."""
 
-    def __init__(self, layers: Sequence[Experts], transport: Transport, timer: StepTimer) -> None:
-        """Record the graph; the kernels of the transport and the experts are loaded already."""
-        self._layers, self._transport, self._timer = layers, transport, timer
+    def __init__(
+        self, layers: Sequence[Experts], transport: Transport, timer: StepTimer, lane: int
+    ) -> None:
         # of a priority of its own, so that it is none of the streams that SGLang draws
-        self._stream = torch.cuda.Stream(priority=-1)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=self._stream):
-            serve_rounds([RECORDED], layers, transport, timer)
+        self.stream = torch.cuda.Stream(priority=-1)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=self.stream):
+            serve_rounds([recorded(lane)], layers, transport, timer)
+
+
+class GraphServer:
+    """Serves steps; each lane's decode on a stream of its own, beside the blocks of prefills."""
+
+    def __init__(
+        self, layers: Sequence[Experts], transport: Transport, timer: StepTimer, lanes: int
+    ) -> None:
+        """Record the graphs; the kernels of the transport and the experts are loaded already."""
+        self._layers, self._transport, self._timer = layers, transport, timer
+        self._lanes = [_Recorded(layers, transport, timer, lane) for lane in range(lanes)]
 
     def serve(self, plan: StepPlan) -> None:
         """Queue one forward of the A ranks; the device may still be at earlier ones."""
         decode, bulk = plan.rounds_of(Path.DECODE), plan.rounds_of(Path.BULK)
-        with torch.cuda.stream(self._stream), self._timer.step(plan, decode):
-            if len(decode) == 1:
-                self._graph.replay()
-            else:  # slices of longer batches take turns in every layer
-                serve_rounds(decode, self._layers, self._transport, self._timer)
+        if decode:
+            lane = self._lanes[plan.lane]
+            with torch.cuda.stream(lane.stream), self._timer.step(plan, decode):
+                if len(decode) == 1:
+                    lane.graph.replay()
+                else:  # slices of longer batches take turns in every layer
+                    serve_rounds(decode, self._layers, self._transport, self._timer)
         if bulk:
             with self._timer.step(plan, bulk):
                 serve_rounds(bulk, self._layers, self._transport, self._timer)

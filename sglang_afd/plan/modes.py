@@ -50,7 +50,7 @@ def contract(mode: str, *, transport: str = "nvlink", design: bool = False) -> C
     lanes: tuple[int, ...] = (1,) if mode == "sync" else (2, 3, 4)
     if design:
         return Contract(mode, lanes, STAGES, True)
-    lanes = tuple(count for count in lanes if count <= GPU_LANES)
+    lanes = tuple(count for count in lanes if count <= GPU_LANES.get(transport, 1))
     verify = served("Speculative decoding")
     stages = tuple(stage for stage in STAGES if verify or stage != "verify")
     graphs = served("CUDA graphs") and transport in GRAPH_TRANSPORTS

@@ -13,28 +13,31 @@ Rules that keep the lanes apart (one stream gave SGLang all of them for nothing)
 * Freed pages and slots wait in quarantine, see `sglang_afd.upstream.quarantine`.
 * An extend that reuses a prefix runs after the steps that other lanes had launched before it.
 * What SGLang keeps of a launched step (its result, the tensors it must not lose) is kept by lane.
+* What a step reads of the scheduler's tables is not written to before it has read it.  SGLang waits
+  for that right after the launch; here the lane's next turn does, not to hold up other lanes.
+* On a GPU streams, graphs and buffers are the lane's own, see `sglang_afd.upstream.lane_parts`.
 
-On the CPU a launched step has ended.  On CUDA all lanes run on the scheduler's one forward stream
-for now: that is right, and overlaps nothing.  For each lane to run by itself, `Lane.enter` must
-also hand out a forward stream, a graph runner and an attention backend of the lane's own.
+On the CPU a launched step has ended.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from sglang_afd.context import RankContext
 from sglang_afd.lanes import StepEvent, spread
+from sglang_afd.topology import Role
 from sglang_afd.upstream import quarantine
+from sglang_afd.upstream.lane_parts import LaneParts, scheduler_parts
 
 
 class Lane:
     """One lane of a rank: its requests, and what is kept of its launched steps."""
 
-    def __init__(self, index: int, running: Any) -> None:
+    def __init__(self, index: int, running: Any, parts: LaneParts) -> None:
         self.index = index
         self.running = running
         """Decode lanes: the batch of the lane's requests.  Prefill lane: the extend under way."""
@@ -42,9 +45,12 @@ class Lane:
         """Launched steps whose results are not read yet, at most one between turns."""
         self.event: StepEvent | None = None
         """The end of the last launched step."""
+        self.read: StepEvent | None = None
+        """When the last launched step has read what the scheduler will write to."""
         self.steps = 0
         """Steps launched with requests of this rank's."""
         self._record: tuple[list[Any], int] = ([None, None], 0)
+        self._parts = parts
 
     @contextmanager
     def enter(self, scheduler: Any) -> Iterator[None]:
@@ -53,7 +59,8 @@ class Lane:
         scheduler.result_queue = self.results
         scheduler.batch_record_buf, scheduler.batch_record_ct = self._record
         try:
-            yield
+            with self._parts.in_place(scheduler):
+                yield
         finally:
             self._record = scheduler.batch_record_buf, scheduler.batch_record_ct
             (
@@ -133,11 +140,19 @@ class Unread:
 class LaneLoop:
     """The lanes of a rank, and its loop over them."""
 
-    def __init__(self, scheduler: Any, context: RankContext) -> None:
+    def __init__(
+        self, scheduler: Any, context: RankContext, runner_parts: Sequence[dict[str, Any]]
+    ) -> None:
+        """`runner_parts`: what the model runner has for each decode lane, then for prefills."""
         self._scheduler, self._context = scheduler, context
-        count = context.config.lanes
-        self.lanes = [Lane(index, self._no_requests()) for index in range(count)]
-        self.prefill = Lane(count, self._no_requests())
+        *self.lanes, self.prefill = (
+            Lane(
+                index,
+                self._no_requests(),
+                LaneParts(scheduler_parts(scheduler, index, context), runner),
+            )
+            for index, runner in enumerate(runner_parts)
+        )
         self.everyone = Everyone(self.lanes, self.prefill)
         self._unread = Unread([*self.lanes, self.prefill])
         scheduler.running_batch, scheduler.last_batch = self.everyone, self._unread
@@ -235,14 +250,17 @@ class LaneLoop:
             1 << other.index for other in self.lanes if not other.running.is_empty()
         )
         with lane.enter(self._scheduler):
-            batch = self._agree(None if lane.results else self._next_extend())
+            under_way = bool(lane.results)
+            batch = self._agree(None if under_way else self._next_extend())
             assert self._context.plan is not None, "every rank has just told what it does"
             self._agreed = self._context.plan.work
+            if under_way and self._context.role is Role.ATTENTION:
+                batch = None  # another rank's extend: its blocks have no rows of this one
             launched = self._launch(lane, batch)
             if launched is not None:
                 lane.running = launched[0]
                 self._scheduler.launch_batch_sample_if_needed(launched[1], launched[0])
-        return ended or launched is not None
+        return ended or bool(lane.results)
 
     def _has_ended(self, lane: Lane) -> bool:
         """Whether the extend under way has: with attention TP wait for it, since the ranks of a DP
@@ -257,6 +275,8 @@ class LaneLoop:
         """Returns: something ran, or a result was read."""
         self._context.lane = lane.index
         with lane.enter(self._scheduler):
+            if lane.read is not None:
+                lane.read.wait()
             batch = self._agree(self._next_decode(lane))
             unread = len(lane.results)
             launched = self._launch(lane, batch)
@@ -326,14 +346,22 @@ class LaneLoop:
             for event in steps.pending(but=lane.index):
                 event.wait(scheduler.forward_stream)
         result = scheduler.run_batch(batch)
-        scheduler._apply_war_barrier()
         ended = scheduler.device_module.Event()
         ended.record(scheduler.forward_stream)
         lane.event = ended
+        lane.read = self._end_of_reads() or ended
         steps.launched(lane.index, ended)
         lane.steps += bool(batch.reqs)
         lane.results.append((batch.copy(), result))
         return batch, result
+
+    def _end_of_reads(self) -> StepEvent | None:
+        """When the step launched last has read the scheduler's tables, if that is known."""
+        from sglang.srt.environ import envs
+
+        runner = self._scheduler.model_worker.last_shared_read_runner
+        read, runner.shared_read_done_event = runner.shared_read_done_event, None
+        return None if envs.SGLANG_FORCE_COARSE_WAR_BARRIER.get() else read
 
     def _finish_extend(self) -> None:
         """Read the extend's result, and let its requests join the decode lanes."""

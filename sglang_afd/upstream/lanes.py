@@ -11,7 +11,8 @@ from typing import Any
 
 from sglang_afd.config import AfdConfig, ConfigError
 from sglang_afd.context import current
-from sglang_afd.upstream import quarantine
+from sglang_afd.topology import Role
+from sglang_afd.upstream import lane_parts, quarantine
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.lane_loop import LaneLoop
 
@@ -24,6 +25,12 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     if config.lanes == 1:
         return ()
     loop: LaneLoop
+    runner_parts: list[dict[str, Any]] = [{}] * (config.lanes + 1)
+
+    def make_parts(_: None, runner: Any, *args: Any, **kwargs: Any) -> None:
+        context = current()
+        if context.role is Role.ATTENTION and runner.device == "cuda":
+            runner_parts[:] = lane_parts.runner_parts(runner, context)
 
     def run(scheduler: Any) -> None:
         nonlocal loop
@@ -37,7 +44,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         scheduler.enable_continuous_input_polling = False
         scheduler.enable_skip_finishing_decode = True
         with DynamicGradMode():
-            loop = LaneLoop(scheduler, current())
+            loop = LaneLoop(scheduler, current(), runner_parts)
             loop.run()
 
     def and_drained(idle: bool, *args: Any, **kwargs: Any) -> bool:
@@ -84,6 +91,12 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             Kind.REPLACE,
             run,
             "SGLang's loops have one decode batch",
+        ),
+        Hook(
+            "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs",
+            Kind.AFTER,
+            make_parts,
+            "lanes that run beside one another need graphs and buffers of their own",
         ),
         Hook(
             f"{_SCHEDULER}.is_fully_idle",

@@ -113,7 +113,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
                 experts[0](batch)
             if graphs.wanted(transport):
                 serve_plan = measure_graphs(
-                    lambda: GraphServer(experts, transport, context.timer)
+                    lambda: GraphServer(experts, transport, context.timer, config.lanes)
                 ).serve
             else:
                 serve_plan = partial(
@@ -121,8 +121,12 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
                 )
         elif graphs.wanted(transport):
             rows = no_rows(context, scheduler.model_config.dtype, runner.device)
-            layers = len(context.facts.layers)
-            exchange.use(measure_graphs(lambda: EmptyRounds(transport, layers, rows)))
+            layers, lanes = len(context.facts.layers), range(config.lanes)
+            exchange.use(
+                measure_graphs(
+                    lambda: [EmptyRounds(transport, layers, rows, lane) for lane in lanes]
+                )
+            )
         barrier(group=scheduler.tp_cpu_group)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Let one SGLang module see other parallel widths for the length of a block.
+"""Let SGLang see something else for the length of a block.
 
 SGLang validates its parallel context as a whole, so the view that a single layer needs (its expert
 ranks are only the F ranks) cannot be set there; modules read the context through a module-global
@@ -31,3 +31,16 @@ def parallel_view(module: Any, **values: Any) -> Iterator[None]:
         yield
     finally:
         module.get_parallel = original
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside the block, `owner` has `values` for attributes that it has already."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

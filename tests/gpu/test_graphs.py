@@ -1,4 +1,5 @@
-"""CUDA graphs of both roles over `nvlink`: ranks that replay, decode eagerly, prefill or are idle.
+"""CUDA graphs of both roles over `nvlink`: ranks that replay, decode eagerly, prefill or are idle,
+in one lane or several beside one another.
 
 All ranks run in one process on one GPU, each on streams of its own, with every layer's experts the
 reference's; so every result has exactly the bits that the reference gives.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ TIMER = StepTimer(Stage.EXPERTS, HostClock, rank=None, experts=1)  # nobody list
 
 SEED = int(os.environ.get("SEED", random.randrange(2**31)))
 STEPS = int(os.environ.get("STEPS", 200))
+LANE_STEPS = int(os.environ.get("STEPS", 3000))  # a third of them of each lane
 LAYERS, EXPERTS, TOP_K, HIDDEN = 3, 16, 4, 256
 CAPS = Caps(decode=16, bulk=64)
 BUCKETS = (4, 16)
@@ -42,33 +45,53 @@ FORM = Shape(CAPS.decode, HIDDEN, TOP_K, torch.bfloat16)
 FACTS = MoeFacts(tuple(range(LAYERS)), EXPERTS, TOP_K, HIDDEN, intermediate_size=64)
 
 
+class Graphs(NamedTuple):
+    """Of one lane, by bucket: what they read and what they give."""
+
+    inputs: dict[int, RoutedRows]
+    outputs: dict[int, list[torch.Tensor]]
+    graphs: dict[int, torch.cuda.CUDAGraph]
+
+
 class AttentionRank:
-    """One A rank: its exchange, its graphs of every bucket, and the stream its forwards run on."""
+    """One A rank: its exchange, every lane's graphs and stream, and one more for prefills."""
 
     def __init__(self, config: AfdConfig, rank: int, transport: NvlinkTransport) -> None:
-        self.stream = torch.cuda.Stream()
+        self.streams = [torch.cuda.Stream() for _ in range(config.lanes + 1)]
         family = FAMILIES["Qwen3MoeForCausalLM"]
         self.context = RankContext(config, rank, family, FACTS, {}, caps=CAPS)
         self.exchange = AttentionExchange(self.context, transport)
-        self.inputs = {}
-        self.outputs = {}
-        self.graphs = {}
+        self.lanes = [self._record(lane) for lane in range(config.lanes)]
+        none = RoutedRows(*(field[:0] for field in self.lanes[0].inputs[BUCKETS[0]]))
+        self.exchange.use(
+            [EmptyRounds(transport, LAYERS, none, lane) for lane in range(config.lanes)]
+        )
+        self.context.serving = True
+
+    def _record(self, lane: int) -> Graphs:
+        self.context.lane = lane
+        made = Graphs({}, {}, {})
         for bucket in BUCKETS:
             hidden = torch.zeros(bucket, HIDDEN, dtype=torch.bfloat16, device="cuda")
             ids = torch.full((bucket, TOP_K), -1, dtype=torch.int32, device="cuda")
             rows = RoutedRows(hidden, ids, torch.zeros(bucket, TOP_K, device="cuda"))
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self.stream):
-                self.outputs[bucket] = [self.exchange(*rows) for _ in range(LAYERS)]
-            self.inputs[bucket], self.graphs[bucket] = rows, graph
-        none = RoutedRows(*(field[:0] for field in self.inputs[BUCKETS[0]]))
-        self.exchange.use(EmptyRounds(transport, LAYERS, none))
-        self.context.serving = True
+            with torch.cuda.graph(graph, stream=self.streams[lane]):
+                made.outputs[bucket] = [self.exchange(*rows) for _ in range(LAYERS)]
+            made.inputs[bucket], made.graphs[bucket] = rows, graph
+        return made
 
-    def forward(self, plan: StepPlan, rows: RoutedRows, *, replay: bool) -> list[torch.Tensor]:
-        """Every layer's output for the same rows."""
+    def forward(
+        self, plan: StepPlan, rows: RoutedRows, *, replay: bool, delay: int = 0
+    ) -> list[torch.Tensor]:
+        """Every layer's output for the same rows.
+
+        Args:
+            delay: cycles that the lane's stream sleeps first.
+        """
         self.context.plan = plan
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.streams[plan.lane]):
+            torch.cuda._sleep(delay)
             if self.exchange.skips():
                 return []
             with self.exchange.step():
@@ -76,12 +99,13 @@ class AttentionRank:
                     return [self.exchange(*rows) for _ in range(LAYERS)]
                 count = rows.hidden.shape[0]
                 bucket = min(b for b in BUCKETS if b >= count)
-                for field, here in zip(rows, self.inputs[bucket], strict=True):
+                inputs, outputs, graphs = self.lanes[plan.lane]
+                for field, here in zip(rows, inputs[bucket], strict=True):
                     here[:count].copy_(field)
-                self.inputs[bucket].expert_ids[count:] = -1
-                self.graphs[bucket].replay()
+                inputs[bucket].expert_ids[count:] = -1
+                graphs[bucket].replay()
                 self.exchange.replayed()
-                return [output[:count].clone() for output in self.outputs[bucket]]
+                return [output[:count].clone() for output in outputs[bucket]]
 
 
 def run_layer(batch: RowBatch | MaskedBatch) -> torch.Tensor:
@@ -89,7 +113,7 @@ def run_layer(batch: RowBatch | MaskedBatch) -> torch.Tensor:
     return run_experts(batch.hidden, batch.expert_ids)
 
 
-def make_transports(topology: Topology) -> list[NvlinkTransport]:
+def make_transports(topology: Topology, lanes: int = 1) -> list[NvlinkTransport]:
     memory: dict[int, torch.Tensor] = {}
 
     def arena_of(rank: int, size: int) -> Arena:
@@ -110,17 +134,20 @@ def make_transports(topology: Topology) -> list[NvlinkTransport]:
             caps=CAPS,
             timeout=20.0,
             make_arena=lambda size, rank=rank: arena_of(rank, size),
+            lanes=lanes,
         )
         for rank in range(topology.world_size)
     ]
 
 
-def exchange_once(topology: Topology, transports: list[NvlinkTransport]) -> None:
+def exchange_once(topology: Topology, transports: list[NvlinkTransport], lanes: int = 1) -> None:
     """Load every kernel before a stream waits for another: one exchange a path, rank after rank."""
     kinds = (StepKind.DECODE,) * topology.attention_ranks + (StepKind.IDLE,)
     rows = (1,) * topology.attention_ranks + (0,)
-    for kinds_ in (kinds, (*[StepKind.EXTEND] * topology.attention_ranks, StepKind.IDLE)):
-        for round_ in StepPlan(0, kinds_, rows, CAPS).rounds:
+    plans = [StepPlan(0, kinds, rows, CAPS, lane) for lane in range(lanes)]
+    extends = (*[StepKind.EXTEND] * topology.attention_ranks, StepKind.IDLE)
+    for plan in (*plans, StepPlan(0, extends, rows, CAPS)):
+        for round_ in plan.rounds:
             sent = [
                 transport.dispatch(random_rows(random.Random(1), 1, FORM, EXPERTS, "cuda"), round_)
                 for transport in transports[:-1]
@@ -152,7 +179,7 @@ def test_replays_and_eager_steps_give_the_same_bits(attention_ranks: int) -> Non
     topology = config.topology
     transports = make_transports(topology)
     exchange_once(topology, transports)
-    server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER)
+    server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER, 1)
     ranks = [
         AttentionRank(config, rank, transport) for rank, transport in enumerate(transports[:-1])
     ]
@@ -188,7 +215,7 @@ def test_a_prefill_does_not_hold_up_the_decode_of_others() -> None:
     topology = config.topology
     transports = make_transports(topology)
     exchange_once(topology, transports)
-    server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER)
+    server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER, 1)
     decoding, extending = (
         AttentionRank(config, rank, transport) for rank, transport in enumerate(transports[:-1])
     )
@@ -200,11 +227,11 @@ def test_a_prefill_does_not_hold_up_the_decode_of_others() -> None:
     torch.cuda.synchronize()
     done = torch.cuda.Event()
     outputs = decoding.forward(plan, few, replay=True)
-    done.record(decoding.stream)
+    done.record(decoding.streams[0])
     with torch.cuda.stream(served):
         server.serve(plan)
     extending.context.plan = plan
-    with torch.cuda.stream(extending.stream), extending.exchange.step():
+    with torch.cuda.stream(extending.streams[0]), extending.exchange.step():
         torch.cuda._sleep(2_000_000_000)  # about a second before the prefill's first layer
         late = [extending.exchange(*many) for _ in range(LAYERS)]
         ready = torch.cuda.Event()
@@ -214,3 +241,54 @@ def test_a_prefill_does_not_hold_up_the_decode_of_others() -> None:
     torch.cuda.synchronize()
     for output, rows in ((outputs[0], few), (late[-1], many)):
         assert torch.equal(output, expected(rows, EXPERTS, 1))
+
+
+def lane_plan(draw: random.Random, step: int, lane: int, attention_ranks: int) -> StepPlan:
+    """A turn of a decode lane, or of the prefill lane, which `LANES` counts last."""
+    extends = lane == LANES
+    most = 150 if extends else draw.choice((16, 16, 16, 40))
+    counts = [draw.choice((0, 1, draw.randint(1, most), most)) for _ in range(attention_ranks)]
+    kind = StepKind.EXTEND if extends else StepKind.DECODE
+    kinds = [kind if count else StepKind.IDLE for count in counts]
+    return StepPlan(step, (*kinds, StepKind.IDLE), (*counts, 0), CAPS, lane)
+
+
+LANES = 2
+DELAY = 300_000  # cycles: up to 0.2 ms, some of these steps' lengths
+
+
+@pytest.mark.parametrize("attention_ranks", [1, 2])
+def test_lanes_beside_one_another_give_the_bits_of_lanes_in_turn(attention_ranks: int) -> None:
+    """Two decode lanes and prefills, all streams held up at random, nothing waits for results."""
+    print(f"SEED={SEED}")
+    draw = random.Random(SEED)
+    config = AfdConfig(
+        attention_ranks=attention_ranks, ffn_ranks=1, transport="nvlink", lanes=LANES
+    )
+    transports = make_transports(config.topology, LANES)
+    exchange_once(config.topology, transports, LANES)
+    server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER, LANES)
+    ranks = [
+        AttentionRank(config, rank, transport) for rank, transport in enumerate(transports[:-1])
+    ]
+    served = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for first in range(0, LANE_STEPS, 100):
+        results, most = [], min(100, LANE_STEPS - first)
+        for step in range(first, first + most):
+            plan = lane_plan(draw, step, step % (LANES + 1), attention_ranks)
+            one_round = plan.lane < LANES and len(plan.rounds_of(Path.DECODE)) == 1
+            for rank, count in zip(ranks, plan.rows, strict=False):
+                rows = random_rows(draw, count, FORM, EXPERTS, "cuda")
+                delay = draw.choice((0, draw.randrange(DELAY)))
+                rank.streams[plan.lane].wait_stream(torch.cuda.current_stream())
+                outputs = rank.forward(
+                    plan, rows, replay=one_round and draw.random() < 0.8, delay=delay
+                )
+                results.append((plan, rows, outputs))
+            with torch.cuda.stream(served):
+                server.serve(plan)
+        torch.cuda.synchronize()
+        for plan, rows, outputs in results:
+            for output in outputs:
+                assert torch.equal(output, expected(rows, EXPERTS, 1)), plan

@@ -85,7 +85,9 @@ class Event:
         self._scheduler.unended.discard(self.lane)
 
     def wait(self, stream: Any = None) -> None:
-        self._scheduler.log.append(("wait", self.lane, stream))
+        """Of another stream, or of what the scheduler itself submits from now on."""
+        entry = ("wait", self.lane, stream) if stream else ("written after", self.lane)
+        self._scheduler.log.append(entry)
 
 
 class FakeScheduler:
@@ -104,7 +106,10 @@ class FakeScheduler:
         self.enable_overlap = True
         self.chunked_req: Req | None = None
         self.gracefully_exit = self._engine_paused = self._sched_idled = False
-        self.forward_stream = "forward stream"
+        self.device, self.forward_stream = "cpu", "forward stream"
+        self.runner = SimpleNamespace(shared_read_done_event=None, attn_backend="backend")
+        self.tp_worker = SimpleNamespace(model_runner=self.runner)
+        self.model_worker = SimpleNamespace(last_shared_read_runner=self.runner)
         self.batch_record_buf: list[Any] = [None, None]
         self.batch_record_ct = 0
         self.running_batch = self.last_batch = self.result_queue = None
@@ -137,9 +142,11 @@ class FakeScheduler:
         self.batch_record_ct = (self.batch_record_ct + 1) % 2
         self.batch_record_buf[self.batch_record_ct] = self.names(batch)
         self.log.append(("run", self.context.lane, self.names(batch)))
+        assert self.runner.attn_backend == self.context.lane
         return self.context.lane, len(self.log)
 
     def process_batch_result(self, batch: Batch, result: Any) -> None:
+        assert self.runner.attn_backend == result[0]
         self.log.append(("read", result[0], self.names(batch)))
         for req in batch.reqs:
             req.output_ids.append(0)
@@ -152,14 +159,16 @@ class FakeScheduler:
 
     def process_pending_chunked_abort(self) -> None: ...
 
-    def _apply_war_barrier(self) -> None: ...
-
     def _record_scheduler_state_for_paused_engine(self) -> None:
         self.log.append(("paused",))
 
 
 class FakeLoop(LaneLoop):
-    """The loop over fake batches."""
+    """The loop over fake batches; every lane has an attention backend of its own."""
+
+    def __init__(self, scheduler: FakeScheduler) -> None:
+        parts = [{"attn_backend": lane} for lane in range(scheduler.context.config.lanes + 1)]
+        super().__init__(scheduler, scheduler.context, parts)
 
     def _no_requests(self) -> Any:
         return Batch([])
@@ -173,4 +182,4 @@ def cycles(scheduler: FakeScheduler, loop: FakeLoop, count: int) -> list[tuple[A
     scheduler.cycles, scheduler.gracefully_exit = count, False
     scheduler.log.clear()
     loop.run()
-    return [entry for entry in scheduler.log if entry[0] != "sample"]
+    return [entry for entry in scheduler.log if entry[0] not in ("sample", "written after")]

@@ -177,7 +177,7 @@ class CountedRounds:
 def with_graphs(rank: int) -> tuple[RankContext, Recorder, AttentionExchange, CountedRounds]:
     context, transport, exchange = make(rank)
     empty = CountedRounds()
-    exchange.use(cast(EmptyRounds, empty))
+    exchange.use([cast(EmptyRounds, empty)])
     return context, transport, exchange, empty
 
 
@@ -202,8 +202,20 @@ def test_with_graphs_a_rank_without_rows_needs_no_forward(
     context, transport, exchange, empty = with_graphs(1)
     context.plan = plan(*rows)
     assert exchange.skips()
-    assert empty.calls == [("start", rounds), ("finish", 0)]
+    assert empty.calls == ([("start", rounds), ("finish", 0)] if rounds else [])
     assert transport.sent == [] and context.plan is None
+
+
+@pytest.mark.parametrize("lane", [0, 1, 2])
+def test_a_lanes_rounds_without_rows_are_its_own(lane: int) -> None:
+    """Lane 2 is that of prefills, where nobody decodes."""
+    context, _, exchange = make(1)
+    empty = [CountedRounds(), CountedRounds()]
+    exchange.use([cast(EmptyRounds, of_lane) for of_lane in empty])
+    kind = StepKind.DECODE if lane < 2 else StepKind.EXTEND
+    context.plan = StepPlan(11, (kind, StepKind.IDLE), (2, 0), Caps(CAP, 8), lane)
+    assert exchange.skips()
+    assert [len(of_lane.calls) for of_lane in empty] == [2 * (i == lane) for i in range(2)]
 
 
 def test_a_rank_with_rows_or_without_graphs_needs_its_forward() -> None:

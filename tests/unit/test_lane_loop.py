@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_afd.upstream import lane_loop
-from tests.support.fake_scheduler import Batch, FakeLoop, FakeScheduler, Req, cycles
+from tests.support.fake_scheduler import Batch, Event, FakeLoop, FakeScheduler, Req, cycles
 
 pytestmark = pytest.mark.unit
 
@@ -22,7 +22,7 @@ def no_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def two() -> tuple[FakeScheduler, FakeLoop]:
     scheduler = FakeScheduler(2)
-    return scheduler, FakeLoop(scheduler, scheduler.context)
+    return scheduler, FakeLoop(scheduler)
 
 
 def test_a_lanes_next_step_comes_after_the_other_lanes_turn() -> None:
@@ -64,9 +64,54 @@ def test_lanes_go_on_while_an_extend_has_not_ended() -> None:
 def test_the_ranks_of_a_dp_rank_wait_for_an_extend() -> None:
     """Else one would see it end a cycle before another, and they would run different batches."""
     scheduler = FakeScheduler(2, attention_tp=2)
-    loop = FakeLoop(scheduler, scheduler.context)
+    loop = FakeLoop(scheduler)
     scheduler.waiting, scheduler.unended = [Req("a")], {2}
     assert cycles(scheduler, loop, 2)[:2] == [("run", 2, "a"), ("read", 2, "a")]
+
+
+def test_an_extend_under_way_is_not_lost_to_that_of_another_rank() -> None:
+    """A rank that waits for its own has no part in the other's blocks; an F rank serves both."""
+    scheduler, loop = two()
+    scheduler.waiting, scheduler.unended, scheduler.work_elsewhere = [Req("a")], {2}, 0b100
+    log = cycles(scheduler, loop, 4)
+    assert [entry for entry in log if entry[0] == "run"] == [("run", 2, "a")]
+    scheduler.unended, scheduler.work_elsewhere = set(), 0
+    assert ("run", 0, "a") in cycles(scheduler, loop, 1)
+    ffn = FakeScheduler(2)
+    ffn.context.rank = 1
+    loop, ffn.unended, ffn.work_elsewhere = FakeLoop(ffn), {2}, 0b100
+    assert cycles(ffn, loop, 3) == [("run", 2, "")] * 3
+    assert not loop.drained()
+    ffn.unended, ffn.work_elsewhere = set(), 0
+    assert cycles(ffn, loop, 2) == [("read", 2, "")] * 3 + [("idle",)]
+
+
+def test_tables_are_written_after_the_lanes_own_last_step_has_read_them() -> None:
+    """Not right after the launch: that would hold up the next lane's."""
+    scheduler, loop = two()
+    scheduler.waiting = [Req("a"), Req("b")]
+    cycles(scheduler, loop, 3)
+    places = [i for i, entry in enumerate(scheduler.log) if entry[0] in ("run", "written after")]
+    turns = [("written after", 0), ("run", 0, "a"), ("written after", 1), ("run", 1, "b")]
+    assert [scheduler.log[i] for i in places[-4:]] == turns
+    early = Event(scheduler)
+    early.lane = 7
+    scheduler.runner.shared_read_done_event = early
+    cycles(scheduler, loop, 2)
+    assert ("written after", 7) in scheduler.log, "the step says when it has read them"
+    assert scheduler.runner.shared_read_done_event is None
+
+
+def test_a_lane_has_its_own_parts_in_its_turn_alone() -> None:
+    """The fake scheduler checks that each step runs on its lane's."""
+    scheduler, loop = two()
+    scheduler.waiting = [Req("a"), Req("b")]
+    cycles(scheduler, loop, 3)
+    assert scheduler.runner.attn_backend == "backend"
+    with pytest.raises(ZeroDivisionError), loop.lanes[1].enter(scheduler):
+        assert scheduler.runner.attn_backend == 1
+        raise ZeroDivisionError
+    assert scheduler.runner.attn_backend == "backend"
 
 
 def test_an_extend_over_a_prefix_runs_after_the_other_lanes_steps() -> None:

@@ -145,9 +145,10 @@ def test_modes_follow_the_capability_table(monkeypatch: pytest.MonkeyPatch) -> N
                 shown
             )
     for most, lanes in ((1, ()), (2, (2,)), (4, (2, 3, 4))):
-        monkeypatch.setattr(modes, "GPU_LANES", most)
+        monkeypatch.setitem(modes.GPU_LANES, "nvlink", most)
         found = modes.contract("async")
         assert found.lanes == lanes and bool(found.stages) is bool(lanes)
+        assert modes.contract("async", transport="fused").lanes == ()
     with pytest.raises(PlanError, match="--mode"):
         modes.contract("turbo")
     with pytest.raises(PlanError, match="capability table"):

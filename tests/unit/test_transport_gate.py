@@ -206,14 +206,20 @@ def test_deepep_takes_one_lane(tmp_path: Path) -> None:
     assert text.endswith("use --afd-lanes 1")
 
 
-@pytest.mark.parametrize("transport", ["nvlink", "gloo"])
-def test_gpus_take_one_lane_and_cpus_several(tmp_path: Path, transport: str) -> None:
-    flags = ("--afd-transport", transport, "--afd-lanes", "2")
-    model = write_model(tmp_path)
-    [text] = refused(make_facts(model, *flags, machine=GPUS), "transport")
-    assert text.startswith("--afd-lanes 2 is for CPUs so far")
-    if transport == "gloo":
-        assert not refused(make_facts(model, *flags), "transport")
+def test_lanes_of_gpus(tmp_path: Path) -> None:
+    """Over nvlink several, where lanes share no communicator; gloo's overlap on CPUs alone."""
+    model, two = write_model(tmp_path), ("--afd-lanes", "2")
+    assert not refused(
+        make_facts(model, "--afd-transport", "nvlink", *two, machine=GPUS), "transport"
+    )
+    wide = ("--afd-transport", "nvlink", "--afd-attention-tp", "2")
+    [text] = refused(make_facts(model, *wide, *two, machine=GPUS), "transport")
+    assert text.startswith("--afd-lanes 2 does not go with --afd-attention-tp 2 on GPUs")
+    assert not refused(make_facts(model, *wide, machine=GPUS), "transport")
+    gloo = ("--afd-transport", "gloo", *two)
+    [text] = refused(make_facts(model, *gloo, machine=GPUS), "transport")
+    assert text.startswith("gloo takes one lane on GPUs, not --afd-lanes 2")
+    assert not refused(make_facts(model, *gloo), "transport")
 
 
 def test_buffers_of_all_lanes_count(tmp_path: Path) -> None:
