@@ -157,6 +157,12 @@ class _Steps(_Served, kw_only=True, frozen=True):
     output: int | None = None
     """Tokens of every answer; None: enough, see `benchmarks.decode`."""
     answer_seconds: float = 600
+    resident: bool = False
+    """All systems start at once, and each makes its prompts' KV once: they must fit the GPUs
+    together.  Turns then take seconds."""
+    profiled_steps: int = 0
+    """Steps of which a profile is taken in the last turn of every system, to tell what its GPUs
+    did; not among the counted ones."""
 
 
 class Decode(_Steps, kw_only=True, frozen=True, tag_field="kind", tag="decode"):

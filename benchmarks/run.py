@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import http.client
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,11 @@ import msgspec
 
 from benchmarks import decode, record, scripts, serving
 from benchmarks.configuration import Configuration, Script, Serving, Steps, kind_of
-from benchmarks.models import NoModel
 from benchmarks.progress import say
 from benchmarks.record import Record, Turn, Verdict
-from sglang_afd.running import ServerFailed
 from sglang_afd.validate import environment
 
-_FAILURES = (
-    *(ServerFailed, decode.NotAnswered, serving.BenchFailed, scripts.ScriptFailed, NoModel),
-    *(OSError, http.client.HTTPException, ValueError, LookupError),
-)
+_FAILURES = (*decode.FAILURES, serving.BenchFailed, scripts.ScriptFailed)
 
 
 def run(
@@ -67,16 +62,45 @@ def run(
         reference=record.reference_steps(reference) if reference else {},
         verdict=Verdict(counts=False, reasons=["not run"], reference="none"),
     )
-    for number in range(1, made.rounds + 1):
-        for system in systems or [""]:
-            say(f"{name}: round {number} of {made.rounds}" + (f", {system}" if system else ""))
-            made.turns.append(_turn(system, number, configuration, work))
-            if draft is not None:
-                draft.write_bytes(record.encode(record.concluded(made)))
+    with _residents(configuration, work) as ready:
+        for number in range(1, made.rounds + 1):
+            for system in systems or [""]:
+                say(f"{name}: round {number} of {made.rounds}" + (f", {system}" if system else ""))
+                measure = _measured(system, configuration, ready, last=number == made.rounds)
+                made.turns.append(_turn(system, number, work, measure))
+                if draft is not None:
+                    draft.write_bytes(record.encode(record.concluded(made)))
     return record.concluded(made)
 
 
-def _turn(system: str, number: int, configuration: Configuration, work: Path) -> Turn:
+def _residents(
+    configuration: Configuration, work: Path
+) -> AbstractContextManager[Mapping[str, decode.Ready | Exception]]:
+    """The systems that stay up through all turns; none unless the configuration says so."""
+    if isinstance(configuration, Steps) and configuration.resident:
+        return decode.residents(configuration, work)
+    return nullcontext({})
+
+
+def _measured(
+    system: str,
+    configuration: Configuration,
+    ready: Mapping[str, decode.Ready | Exception],
+    *,
+    last: bool,
+) -> Callable[[Path], dict[str, Any]]:
+    """What measures a turn of `system`, given a folder for it."""
+    if isinstance(configuration, Steps) and configuration.resident:
+        steps = configuration.profiled_steps if last else 0
+        return lambda folder: decode.measure_on(ready[system], profiled_steps=steps)
+    if isinstance(configuration, Steps):
+        return partial(decode.measure, system, configuration)
+    if isinstance(configuration, Serving):
+        return partial(serving.measure, system, configuration)
+    return partial(scripts.measure, configuration)
+
+
+def _turn(system: str, number: int, work: Path, measure: Callable[[Path], dict[str, Any]]) -> Turn:
     """Logs of every turn are kept apart."""
     folder = work / f"{number}-{system or 'script'}"
     folder.mkdir(parents=True)
@@ -84,12 +108,6 @@ def _turn(system: str, number: int, configuration: Configuration, work: Path) ->
     result: dict[str, Any] = {}
     failed = ""
     try:
-        if isinstance(configuration, Steps):
-            measure = partial(decode.measure, system, configuration)
-        elif isinstance(configuration, Serving):
-            measure = partial(serving.measure, system, configuration)
-        else:
-            measure = partial(scripts.measure, configuration)
         result = measure(folder)
     except _FAILURES as error:
         traceback.print_exc()

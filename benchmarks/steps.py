@@ -65,8 +65,9 @@ class Judged(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def steps_of(lines: Sequence[DecodeLine], asked: Asked) -> list[Step]:
     """The steps that all ranks' lines tell of, in order.
 
-    With several lanes a step is a forward pass of each lane; its time is their sum, as the time of
-    a line runs since the rank's last line of any lane.
+    With several lanes a step is a forward pass of each lane.  A line counts the requests of all of
+    a rank's lanes and the tokens of its own since the line before, of whichever lane: lanes that
+    share the batch evenly have lines of `lanes` times the time that passed between them.
     """
     by_iteration: dict[int, dict[int, DecodeLine]] = defaultdict(dict)
     for line in lines:
@@ -90,15 +91,15 @@ def steps_of(lines: Sequence[DecodeLine], asked: Asked) -> list[Step]:
 
 
 def _lane_is_full(found: dict[int, DecodeLine], asked: Asked) -> bool:
-    share = asked.batch // asked.lanes
-    return len(found) == asked.ranks and all(line.requests == share for line in found.values())
+    full = all(line.requests == asked.batch for line in found.values())
+    return full and len(found) == asked.ranks
 
 
 def _step(first: int, passes: list[dict[int, DecodeLine]], asked: Asked, last: int | None) -> Step:
     """The step of some passes; `last`: the pass that ended the full step just before, if any."""
     ranks = sorted({rank for found in passes for rank in found})
-    requests = [sum(f[rank].requests for f in passes if rank in f) for rank in ranks]
-    # a rank's lines count the tokens of all its requests, whatever the lane
+    # a rank's lines count all its requests and their tokens, whatever the lane
+    requests = [max(f[rank].requests for f in passes if rank in f) for rank in ranks]
     tokens = [max(f[rank].tokens for f in passes if rank in f) for rank in ranks]
     graph = all(line.graph for found in passes for line in found.values())
     problem = ""
@@ -113,7 +114,8 @@ def _step(first: int, passes: list[dict[int, DecodeLine]], asked: Asked, last: i
     return Step(
         iteration=first,
         # ranks go in step with each other: their mean is what a step took
-        ms=sum(statistics.mean(line.ms for line in found.values()) for found in passes),
+        ms=sum(statistics.mean(line.ms for line in found.values()) for found in passes)
+        / asked.lanes,
         requests=requests,
         tokens=tokens,
         graph=graph,

@@ -254,8 +254,10 @@ class LaneLoop:
             batch = self._agree(None if under_way else self._next_extend())
             assert self._context.plan is not None, "every rank has just told what it does"
             self._agreed = self._context.plan.work
-            if under_way and self._context.role is Role.ATTENTION:
-                batch = None  # another rank's extend: its blocks have no rows of this one
+            if batch is not None and under_way and self._context.role is Role.ATTENTION:
+                # another rank's extend, whose blocks have no rows of this one: only counted
+                batch = None
+                self._scheduler.forward_ct += 1
             launched = self._launch(lane, batch)
             if launched is not None:
                 lane.running = launched[0]

@@ -101,7 +101,7 @@ class FakeScheduler:
         self.unended: set[int] = set()
         """Lanes whose steps do not end."""
         self.work_elsewhere = 0
-        self.cycles = 0
+        self.cycles = self.forward_ct = 0
         self.taken: list[Req] = []
         self.enable_overlap = True
         self.chunked_req: Req | None = None
@@ -141,6 +141,7 @@ class FakeScheduler:
     def run_batch(self, batch: Batch) -> object:
         self.batch_record_ct = (self.batch_record_ct + 1) % 2
         self.batch_record_buf[self.batch_record_ct] = self.names(batch)
+        self.forward_ct += 1
         self.log.append(("run", self.context.lane, self.names(batch)))
         assert self.runner.attn_backend == self.context.lane
         return self.context.lane, len(self.log)

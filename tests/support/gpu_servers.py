@@ -68,9 +68,9 @@ class Servers:
 def started(asked: Mapping[str, Asked], folder: Path) -> Iterator[Servers]:
     """All of `asked`; logs go to ``$OUT`` if that is set, else to `folder`."""
     logs = Path(os.environ.get("OUT", folder))
-    with ExitStack() as stack:
-        waiting = {}
-        for name, one in asked.items():
+    waiting, stacks = {}, [ExitStack() for _ in asked]
+    try:
+        for (name, one), stack in zip(asked.items(), stacks, strict=True):
             environment = {"SGLANG_CACHE_DIR": str(folder / "kernels"), **one.environment}
             if one.stock:
                 environment["CUDA_VISIBLE_DEVICES"] = "0"
@@ -95,6 +95,9 @@ def started(asked: Mapping[str, Asked], folder: Path) -> Iterator[Servers]:
         with ThreadPoolExecutor(len(waiting)) as pool:
             found = dict(zip(waiting, pool.map(healthy, waiting), strict=True))
         yield Servers(found)
+    finally:
+        with ThreadPoolExecutor(len(stacks)) as pool:  # all at once, as they started
+            list(pool.map(ExitStack.close, stacks))
 
 
 def one_by_one(client: Client, asked: Sequence[Prompt], tokens: int) -> list[Answer]:

@@ -22,9 +22,8 @@ def lines(
     asked: Asked = ASKED,
 ) -> list[DecodeLine]:
     """Steps of 20 ms at the full batch on every rank; what `change` makes None is left out."""
-    share = asked.batch // asked.lanes
     made = [
-        DecodeLine(rank, number, share, asked.batch * asked.context + number, True, 20.0, 0)
+        DecodeLine(rank, number, asked.batch, asked.batch * asked.context + number, True, 20.0, 0)
         for number in range(100, 100 + count)
         for rank in range(asked.ranks)
     ]
@@ -135,7 +134,7 @@ def test_lanes_make_a_step_together() -> None:
     two = ASKED._replace(lanes=2)
     found = judged(lines(60, asked=two), two)
     assert found.problems == []
-    assert found.ms == 40.0
+    assert found.ms == 20.0, "a line of half of the requests tells twice the time that passed"
     assert all(step.requests == [4, 4] for step in found.steps)
     assert [step.iteration for step in found.steps] == list(range(110, 140, 2))
 

@@ -75,6 +75,7 @@ def test_an_extend_under_way_is_not_lost_to_that_of_another_rank() -> None:
     scheduler.waiting, scheduler.unended, scheduler.work_elsewhere = [Req("a")], {2}, 0b100
     log = cycles(scheduler, loop, 4)
     assert [entry for entry in log if entry[0] == "run"] == [("run", 2, "a")]
+    assert scheduler.forward_ct == 4, "all ranks count alike"
     scheduler.unended, scheduler.work_elsewhere = set(), 0
     assert ("run", 0, "a") in cycles(scheduler, loop, 1)
     ffn = FakeScheduler(2)
