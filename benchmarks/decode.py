@@ -90,8 +90,14 @@ class Ready(NamedTuple):
     """For its logs and profiles."""
 
 
+def prepared(name: str, configuration: Steps, work: Path) -> Model:
+    """The model of the system `name`; raises NoModel."""
+    overrides = {**configuration.overrides, **configuration.systems[name].overrides}
+    return prepare(configuration.model, overrides, work)
+
+
 @contextmanager
-def opened(name: str, configuration: Steps, work: Path) -> Iterator[Ready]:
+def opened(name: str, configuration: Steps, model: Model, work: Path) -> Iterator[Ready]:
     """Serve the system `name` of `configuration` until the block ends.
 
     Raises:
@@ -99,7 +105,6 @@ def opened(name: str, configuration: Steps, work: Path) -> Iterator[Ready]:
     """
     system = configuration.systems[name]
     load = load_of(configuration, system)
-    model = prepare(configuration.model, {**configuration.overrides, **system.overrides}, work)
     cache = () if configuration.resident else ("--disable-radix-cache",)
     args = command_line(
         system,
@@ -125,18 +130,23 @@ def residents(configuration: Steps, work: Path) -> Iterator[dict[str, Ready | Ex
     """Serve all systems at the same time, with the KV of their prompts in the prefix cache.
 
     One that did not start, or did not answer, is the error in its place.
+
+    Raises:
+        NoModel: a system's model cannot be made.
     """
+    names = list(configuration.systems)
+    folders = {name: work / name for name in names}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    models = {name: prepared(name, configuration, folders[name]) for name in names}
     with ExitStack() as stack:
 
         def ready(name: str) -> Ready | Exception:
-            folder = work / name
-            folder.mkdir(parents=True)
             try:
-                return stack.enter_context(opened(name, configuration, folder))
+                return stack.enter_context(opened(name, configuration, models[name], folders[name]))
             except FAILURES as error:
                 return error
 
-        names = list(configuration.systems)
         with ThreadPoolExecutor(len(names)) as pool:
             found = dict(zip(names, pool.map(ready, names), strict=True))
         for name, one in found.items():
@@ -151,8 +161,9 @@ def residents(configuration: Steps, work: Path) -> Iterator[dict[str, Ready | Ex
 
 def measure(name: str, configuration: Steps, work: Path) -> dict[str, Any]:
     """Serve the system `name` of `configuration` and measure its decode steps; raises as
-    `opened` and `measure_on`."""
-    with opened(name, configuration, work) as ready:
+    `prepared`, `opened` and `measure_on`."""
+    model = prepared(name, configuration, work)
+    with opened(name, configuration, model, work) as ready:
         return measure_on(ready, profiled_steps=configuration.profiled_steps)
 
 

@@ -94,6 +94,25 @@ def test_steps_of_a_deployment(run: Callable[..., record.Record]) -> None:
 
 
 @pytest.mark.full
+def test_systems_that_stay_up_through_all_turns(run: Callable[..., record.Record]) -> None:
+    """One lane and two take turns; each finds the KV of its prompts again."""
+    one = {**AFD, "attention_ranks": 1}
+    made = run(
+        systems={"one": one, "two": {**one, "lanes": 2}},
+        resident=True,
+        rounds=2,
+        baseline="one",
+        output=None,
+    )
+    assert [turn.system for turn in made.turns] == ["one", "two"] * 2
+    for turn in made.turns:
+        assert not turn.failed
+        assert len(turn.result["steps"]) == 15 and turn.result["output"] < 40
+        assert all(step["requests"] == [2] and not step["problem"] for step in turn.result["steps"])
+    assert made.turns[0].result["start_seconds"] == made.turns[2].result["start_seconds"]
+
+
+@pytest.mark.full
 def test_a_batch_that_the_server_does_not_take_at_once(run: Callable[..., record.Record]) -> None:
     made = run(args=["--max-running-requests", "2"])
     assert not made.verdict.counts
