@@ -82,7 +82,7 @@ class RankContext:
     @property
     def owned_experts(self) -> range:
         """The experts of an F rank, in every layer."""
-        return self.topology.experts_of(self.rank, self.facts.num_experts)
+        return self.config.emulation.experts_of(self.rank, self.facts.num_experts)
 
     def loads_fused(self, name: str) -> FusedExperts | None:
         """What this rank reads its own experts' parts of under `name`, or None."""

@@ -122,7 +122,7 @@ def make(at: Sizes, patch: pytest.MonkeyPatch) -> Ends:
 
     Before and after the channel lie bytes that `exchange` expects as they are.
     """
-    patch.setattr(kernels, "_MAX_BLOCK", at.block_size)
+    patch.setattr(kernels, "MAX_BLOCK", at.block_size)
     world = Topology(at.attention, at.ffn)
     ends = make_ends(world, at.experts, at.shape, offset=MARGIN, blocks=at.blocks)
     for rank, memory in enumerate(ends.memory):
