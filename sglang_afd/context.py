@@ -56,6 +56,7 @@ class RankContext:
             DeviceClock if torch.cuda.is_available() else HostClock,
             rank=None if ffn else self.rank,
             experts=len(self.owned_experts) if ffn else 0,
+            sources=1 + len(self.config.emulation.emulated_by(0)) if ffn else 1,
         )
 
     @property

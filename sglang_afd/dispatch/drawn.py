@@ -1,8 +1,8 @@
 """Rows of emulated ranks in the `nvlink` transport: who sends them, and who keeps the replies.
 
-A decode channel is laid out for all sources of a `sglang_afd.emulation`.  Each has its part on the F
-ranks, as if it were a rank, and a part for what comes back; the parts of those that are no ranks lie
-in the arena of the rank that stands for them, behind its own.
+A decode channel is laid out for all sources of a `sglang_afd.emulation`.  Each has its part on the
+F ranks, as if it were a rank, and a part for what comes back; the parts of those that are no ranks
+lie in the arena of the rank that stands for them, behind its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class DrawnEnd:
         arena: Arena,
         offset: int,
         lane: int,
-        blocks: int = BLOCKS,
     ) -> None:
         """Draw the routing.
 
@@ -73,7 +72,6 @@ class DrawnEnd:
         ).to(device)
         self._per_rank = emulation.whole.experts_per_rank(num_experts)
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        self._blocks = blocks
 
     def send(self, hidden: torch.Tensor, sent: Sent, exchange: torch.Tensor) -> None:
         """Send in the exchange that the rank's own end has just begun with `sent`.
@@ -93,5 +91,5 @@ class DrawnEnd:
             exchange=exchange,
             ticket=self._ticket,
             per_rank=self._per_rank,
-            blocks=self._blocks,
+            blocks=BLOCKS,
         )
