@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang_afd.config import MOST_LANES
 from sglang_afd.emulation import DRAWS, SEED, Emulation
 
 
@@ -15,7 +16,8 @@ def draw(
     Each row's experts differ and are drawn uniformly from all experts of the whole deployment, row
     by row and independently of any router's choice.
     """
-    generator = torch.Generator().manual_seed(SEED + (rank << 32) + (lane << 48))
+    # the generator takes 32 bits of a seed
+    generator = torch.Generator().manual_seed(SEED + MOST_LANES * rank + lane)
     rows = DRAWS * len(emulation.emulated_by(rank)) * cap
     ids = torch.empty(rows, top_k, dtype=torch.int32)
     for block in ids.split(1 << 14):  # scores of all rows at once would take gigabytes

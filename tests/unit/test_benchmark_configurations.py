@@ -112,6 +112,10 @@ def test_fastafds_presets_have_its_figures(
             },
             "emulation",
         ),
+        (
+            {"systems": {"stock": {"layout": "afd", "emulated_ffn_ranks": 1}}},
+            r"systems\.stock\.emulated_ffn_ranks: 1 is less than 2",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_with_file_and_key(
@@ -127,6 +131,16 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
     file = tmp_path / "some.json"
     file.write_bytes(msgspec.json.encode({k: v for k, v in GOOD.items() if k != "model"}))
     with pytest.raises(BadConfiguration, match="model"):
+        load(file)
+
+
+def test_emulated_ranks_serve_no_whole_requests(tmp_path: Path) -> None:
+    load_ = {"kind": "serving", "input": 4, "output": 4, "requests": 4, "concurrency": 2}
+    kept = {name: GOOD[name] for name in ("regime", "model", "baseline")}
+    systems_ = {kept["baseline"]: {"layout": "afd", "emulated_attention_ranks": 3}}
+    file = tmp_path / "some.json"
+    file.write_bytes(msgspec.json.encode({**load_, **kept, "systems": systems_}))
+    with pytest.raises(BadConfiguration, match="do not prefill"):
         load(file)
 
 
