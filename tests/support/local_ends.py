@@ -122,6 +122,7 @@ def make_transports(
     emulation: Emulation | None = None,
     memory: list[torch.Tensor] | None = None,
     device: str = "cpu",
+    timeout: float = 5.0,
 ) -> list[NvlinkTransport]:
     """The transport of every rank, over arenas that are ordinary memory; `memory` gets those."""
     memory = [] if memory is None else memory
@@ -144,7 +145,7 @@ def make_transports(
             top_k=shape.top_k,
             dtype=shape.dtype,
             caps=caps,
-            timeout=5.0,
+            timeout=timeout,
             make_arena=partial(arena, rank),
             lanes=lanes,
             emulation=emulation,

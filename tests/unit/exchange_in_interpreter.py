@@ -18,21 +18,21 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
-from sglang_afd.dispatch import drawn as drawn_module
-from sglang_afd.dispatch import draws
-from sglang_afd.dispatch.channel import Shape, Span, channel_bytes, layouts
+from sglang_afd.dispatch import drawn, draws
+from sglang_afd.dispatch.channel import Shape, Span, layouts
 from sglang_afd.dispatch.step_plan import Caps, Path, Round
 from sglang_afd.dispatch.transport import RoutedRows
 from sglang_afd.emulation import Emulation
+from sglang_afd.kernels import drawn as drawn_kernels
 from sglang_afd.kernels import exchange as kernels
 from sglang_afd.kernels import exchange_reference as reference
 from sglang_afd.topology import Topology
+from tests.support.emulated import exchange_of_sources
 from tests.support.local_ends import (
     Ends,
     expected,
     make_ends,
     make_transports,
-    present_part,
     random_rows,
     run_experts,
 )
@@ -273,83 +273,12 @@ def test_rounds_of_all_lanes_and_a_block_are_under_way_at_once(order: tuple[int,
 def test_emulated_ranks_send_rows_of_their_own(
     monkeypatch: pytest.MonkeyPatch, attention: int, ffn: int, tp: int
 ) -> None:
-    """Two lanes, more exchanges than draws.  F gets as many rows of every source as the real rank
-    sends, with the drawn experts; the real rank gets its own rows back, from the experts that are
-    there; the others' go to the scratch of the rank that stands for them, and nowhere else."""
+    """Two lanes, and more exchanges than draws."""
     monkeypatch.setattr(draws, "DRAWS", 2)
-    monkeypatch.setattr(drawn_module, "BLOCKS", 2)
+    monkeypatch.setattr(drawn, "BLOCKS", 2)
+    monkeypatch.setattr(drawn_kernels, "MAX_BLOCK", 16)
     emulation = Emulation(Topology(1, 1, tp), Topology(attention, ffn, tp))
-    real, sources = emulation.real, attention * tp
-    shape, cap, per_rank, lanes = Shape(3, 32, 3, FP32), 3, 4, 2
-    experts = per_rank * ffn * tp
-    memory: list[torch.Tensor] = []
-    transports = make_transports(
-        real, experts, shape, Caps(cap, 4), lanes, emulation=emulation, memory=memory
-    )
-    for arena in memory:  # no one has written yet
-        arena[: arena.numel() // 4 * 4].view(torch.float32).fill_(torch.nan)
-        end_flags(arena, emulation, shape, lanes)
-    part = layouts(emulation.served, shape)[0]
-    stretch = channel_bytes(emulation.served, shape, attention)
-    for number, counts in enumerate(([3, 3], [1, 2], [0, 3], [2, 0], [3, 1]), start=1):
-        for lane in range(lanes):
-            draw = random.Random(f"{number} {lane}")
-            round_ = Round(Path.DECODE, 0, (*counts[:tp], *[0] * tp), lane)
-            rows = [random_rows(draw, n, shape, experts) for n in counts[:tp]]
-            handles = [transports[n].dispatch(rows[n], round_) for n in range(tp)]
-            drawn = [
-                draws.draw(emulation, n, cap=cap, num_experts=experts, top_k=3, lane=lane)
-                for n in range(tp)
-            ]
-            ids = torch.full((sources, cap, 3), -1, dtype=torch.int32)
-            for n in range(tp):
-                ids[n, : counts[n]] = rows[n].expert_ids
-                others = reference.drawn_ids(rows[n].expert_ids, drawn[n][number % 2])
-                ids[list(emulation.emulated_by(n))] = others
-            for n in range(tp):
-                present = int((rows[n].expert_ids >= 0).any(dim=1).sum())
-                for source in emulation.emulated_by(n):
-                    assert int((ids[source] >= 0).any(dim=1).sum()) == present
-            replies = []
-            for index, ffn_rank in enumerate(real.ffn_world):
-                batch, handle = transports[ffn_rank].receive(round_)
-                local = reference.local_ids(ids.flatten(0, 1), index, per_rank)
-                assert torch.equal(batch.expert_ids, local)
-                for source in range(sources):
-                    mine = rows[emulation.host_of(source)]
-                    block = slice(source * cap, source * cap + mine.hidden.shape[0])
-                    sent = (local[block] >= 0).any(dim=1)
-                    assert torch.equal(batch.hidden[block][sent], mine.hidden[sent])
-                    weights = torch.full_like(mine.weights, 1 / 3)
-                    weights = mine.weights if emulation.is_real(source) else weights
-                    assert torch.equal(batch.weights[block][sent], weights[sent])
-                outputs = run_experts(batch.hidden, batch.expert_ids + index * per_rank)
-                outputs[batch.expert_ids < 0] = torch.nan
-                replies.append(reference.reduce_places(outputs, local, batch.weights))
-                transports[ffn_rank].reply(outputs, handle)
-            for n in range(tp):
-                got = transports[n].combine(handles[n])
-                mine = present_part(rows[n], emulation.present_experts(experts))
-                assert torch.equal(got, expected(mine, emulation.present_experts(experts), tp))
-                for source in emulation.emulated_by(n):
-                    start = lane * stretch + source // tp * part.size
-                    scratch = part.rows.of(memory[n][start:])
-                    for index in range(tp):
-                        block = slice(source * cap, (source + 1) * cap)
-                        wanted = (reference.local_ids(ids[source], index, per_rank) >= 0).any(1)
-                        assert torch.equal(scratch[index][wanted], replies[index][block][wanted])
-                    assert part.flags.of(memory[n][start:]).tolist() == [number] * tp
-
-
-def end_flags(arena: torch.Tensor, emulation: Emulation, shape: Shape, lanes: int) -> None:
-    """Zero the flags of all decode channels."""
-    on_attention, on_ffn = layouts(emulation.served, shape)
-    hosted = emulation.whole.attention_ranks
-    stretch = channel_bytes(emulation.served, shape, hosted)
-    for lane in range(lanes):
-        on_ffn.flags.of(arena[lane * stretch :]).zero_()
-        for source in range(hosted):
-            on_attention.flags.of(arena[lane * stretch + source * on_attention.size :]).zero_()
+    exchange_of_sources(emulation, Shape(3, 48, 3, FP32), per_rank=4, lanes=2)
 
 
 def rows_for(ends: Ends) -> RoutedRows:
