@@ -15,8 +15,8 @@ from sglang_afd.emulation import Emulation
 from sglang_afd.kernels import exchange as kernels
 from sglang_afd.kernels.drawn import send_drawn
 
-BLOCKS = 32
-"""Thread blocks at most of the kernel that sends: its rank's attention needs the GPU meanwhile."""
+BLOCKS = 64
+"""Thread blocks at most of the kernel that sends: other lanes of its rank compute meanwhile."""
 
 
 def arena_of_sources(emulation: Emulation, shape: Shape, arena: Arena) -> Arena:
