@@ -26,6 +26,7 @@ from benchmarks.models import SHAPES, Model, NoModel, prepare
 from benchmarks.record import RESULTS, ROOT
 from benchmarks.results_folder import look
 from sglang_afd.config import TRANSPORTS
+from sglang_afd.flags import add_flags
 
 pytestmark = pytest.mark.unit
 
@@ -252,5 +253,8 @@ def test_the_documents_example_is_a_configuration(tmp_path: Path) -> None:
     assert set(load(file)["example"].compared()) == {"megamoe", "1A1F"}
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", document))
     [commands] = (a for a in command.parser()._actions if isinstance(a, argparse._SubParsersAction))
-    known = {o for c in commands.choices.values() for a in c._actions for o in a.option_strings}
+    server = argparse.ArgumentParser()
+    add_flags(server)
+    parsers = [server, *commands.choices.values()]
+    known = {o for p in parsers for a in p._actions for o in a.option_strings}
     assert flags - known == {"--decode-log-interval"}
