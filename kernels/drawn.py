@@ -94,7 +94,7 @@ def send_drawn(
     """Write the rows of S emulated sources into the F ranks that own their experts; raise flags.
 
     Each source has a row where the real rank has one that any expert wants, with that row's hidden
-    state, so that no row is the device's to count.
+    state; so how many there are is read on the device.
 
     Args:
         hidden: [n, H], contiguous; expert_ids: [n, K] int32 global, contiguous: the real rank's.
