@@ -292,6 +292,11 @@ def _check_system(where: str, system: System, configuration: _Served) -> None:
         _at_least(system, 1, "attention_ranks", "ffn_ranks", "attention_tp", "lanes", where=where)
         if system.emulated and (system.attention_ranks, system.ffn_ranks) != (1, 1):
             raise BadConfiguration(f"{where}: emulation stands on one attention and one FFN rank")
+        if system.emulated and isinstance(configuration, Serving):
+            raise BadConfiguration(f"{where}: emulated ranks decode and do not prefill: no serving")
+        for key in ("emulated_attention_ranks", "emulated_ffn_ranks"):
+            if getattr(system, key) is not None:  # the real rank counts too
+                _at_least(system, 2, key, where=where)
     else:
         _at_least(system, 1, "gpus", "attention_dp", "expert_parallel", where=where)
         if system.gpus % system.attention_dp or system.gpus % system.expert_parallel:

@@ -33,6 +33,8 @@ class Side(msgspec.Struct, kw_only=True):
     """`FIELDS`; None: it does not say."""
     layout: dict[str, Any] | None
     """AFD's ranks and transport; None: no AFD."""
+    emulated: bool = False
+    """AFD with ranks that are stood in for."""
 
 
 def ask(endpoint: Endpoint) -> Side:
@@ -41,7 +43,8 @@ def ask(endpoint: Endpoint) -> Side:
         info = endpoint.call("/server_info", timeout=60)
     except (OSError, ValueError, http.client.HTTPException):
         return Side(identity=dict.fromkeys(FIELDS), layout=None)
-    afd = ((info.get("internal_states") or [{}])[0].get("afd") or {}).get("config")
+    told = (info.get("internal_states") or [{}])[0].get("afd") or {}
+    afd = told.get("config")
     return Side(
         identity={
             "checkpoint": _checkpoint(info),
@@ -54,6 +57,7 @@ def ask(endpoint: Endpoint) -> Side:
             "quantisation": info.get("quantization") or "as the checkpoint",
         },
         layout={name: afd.get(name) for name in _LAYOUT} if afd else None,
+        emulated=bool(told.get("emulated")),
     )
 
 
@@ -101,6 +105,8 @@ def not_comparable(baseline: Side, candidate: Side, gpus: int) -> list[str]:
         elif one != other:
             reasons.append(f"{field} differs: {_differing(one, other)}")
     for name, side in (("baseline", baseline), ("candidate", candidate)):
+        if side.emulated:
+            reasons.append(f"the {name} emulates ranks: its answers are not the model's")
         found = side.identity["gpus"]
         if found is not None and found != gpus:
             reasons.append(f"the {name} says it has {found} GPUs, --gpus says {gpus}")

@@ -148,6 +148,7 @@ def judge(record: Record) -> Verdict:
             reasons.append(f"{place}: {turn.failed.splitlines()[0]}")
         reasons += [f"{place}: {problem}" for problem in turn.result.get("problems", [])]
         reasons += [f"{place}: {failure}" for failure in _failures_in(turn.result)]
+        reasons += [f"{place}: {problem}" for problem in _unmarked(turn, record.emulated)]
     systems = record.configuration.get("systems", {"": None})
     for number in range(1, record.rounds + 1):
         there = {turn.system for turn in record.turns if turn.round == number}
@@ -161,6 +162,15 @@ def judge(record: Record) -> Verdict:
             if figures.spread is not None and figures.spread > SPREAD:
                 reasons.append(f"{system}: its turns differ by {figures.spread:.1%}")
     return Verdict(counts=not reasons, reasons=reasons, reference=_against(record, not reasons))
+
+
+def _unmarked(turn: Turn, emulated: list[str]) -> list[str]:
+    """What the server says of emulated ranks where the record says otherwise."""
+    afd = (turn.result.get("holdings") or {}).get("afd")
+    if afd is None or bool(afd.get("emulated")) is (turn.system in emulated):
+        return []
+    says = "emulates ranks" if afd.get("emulated") else "emulates no ranks"
+    return [f"the server {says}, its system says otherwise"]
 
 
 def _failures_in(result: Any, place: str = "") -> list[str]:

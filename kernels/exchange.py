@@ -25,8 +25,10 @@ import torch
 import triton
 import triton.language as tl
 
-_MAX_BLOCK = 2048  # elements of a row that one block moves at a time
-_WARPS = 8
+MAX_BLOCK = 2048
+"""Elements of a row that one block moves at a time."""
+WARPS = 8
+"""Of a block that moves rows."""
 
 # Triton compiles a kernel anew for counts of 1 or multiples of 16, and for addresses of other
 # alignment: with counts that change from exchange to exchange, while lanes wait.
@@ -39,19 +41,56 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
-def _store_exchange_number(flag, number):
+def store_exchange_number(flag, number):
     """Publish: who reads `number` there also sees all that this block's threads wrote before."""
     tl.atomic_xchg(flag, number, sem="release", scope="sys")
 
 
 @triton.jit
-def _is_last(ticket):
+def is_last(ticket):
     """True in the last block of the grid to come here; what the others wrote is then visible."""
     tl.debug_barrier()
     last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
     if last:
         tl.store(ticket, 0)
     return last
+
+
+@triton.jit
+def put_row(
+    hidden,
+    row,
+    local,
+    weight,
+    part,
+    row_addresses,
+    id_addresses,
+    weight_addresses,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PER_RANK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    H_BLOCK: tl.constexpr,
+):
+    """Write a row's local ids into a part of a peer's, and the row if one of them is the peer's."""
+    places = tl.arange(0, K_BLOCK)
+    columns = tl.arange(0, H_BLOCK)
+    local = tl.where((local >= 0) & (local < PER_RANK), local, -1)
+    id_row = tl.load(id_addresses + part).to(tl.pointer_type(tl.int32)) + row * TOP_K
+    tl.store(id_row + places, local, mask=places < TOP_K)
+    if tl.max(local, axis=0) >= 0:
+        weight_row = tl.load(weight_addresses + part).to(tl.pointer_type(tl.float32))
+        tl.store(weight_row + row * TOP_K + places, weight, mask=places < TOP_K)
+        base = tl.load(row_addresses + part).to(tl.pointer_type(hidden.dtype.element_ty))
+        there = tl.multiple_of(base, 16) + tl.cast(row, tl.int64) * HIDDEN
+        here = hidden + tl.cast(row, tl.int64) * HIDDEN
+        for start in tl.static_range(0, HIDDEN, H_BLOCK):
+            inside = start + columns < HIDDEN
+            tl.store(
+                there + start + columns,
+                tl.load(here + start + columns, mask=inside),
+                mask=inside,
+            )
 
 
 @_compiled_once
@@ -75,35 +114,32 @@ def _send_rows(
     H_BLOCK: tl.constexpr,
 ):
     places = tl.arange(0, K_BLOCK)
-    columns = tl.arange(0, H_BLOCK)
     for row in range(tl.program_id(0), cap, tl.num_programs(0)):
         held = (places < TOP_K) & (row < rows)
         ids = tl.load(expert_ids + row * TOP_K + places, mask=held, other=-1).to(tl.int32)
         weight = tl.load(weights + row * TOP_K + places, mask=held, other=0.0)
         for rank in tl.static_range(FFN_RANKS):
-            local = ids - rank * PER_RANK
-            local = tl.where((ids >= 0) & (local >= 0) & (local < PER_RANK), local, -1)
-            id_row = tl.load(id_addresses + rank).to(tl.pointer_type(tl.int32)) + row * TOP_K
-            tl.store(id_row + places, local, mask=places < TOP_K)
-            if tl.max(local, axis=0) >= 0:
-                weight_row = tl.load(weight_addresses + rank).to(tl.pointer_type(tl.float32))
-                tl.store(weight_row + row * TOP_K + places, weight, mask=places < TOP_K)
-                base = tl.load(row_addresses + rank).to(tl.pointer_type(hidden.dtype.element_ty))
-                there = tl.multiple_of(base, 16) + tl.cast(row, tl.int64) * HIDDEN
-                here = hidden + tl.cast(row, tl.int64) * HIDDEN
-                for start in tl.static_range(0, HIDDEN, H_BLOCK):
-                    inside = start + columns < HIDDEN
-                    tl.store(
-                        there + start + columns,
-                        tl.load(here + start + columns, mask=inside),
-                        mask=inside,
-                    )
-    if _is_last(ticket):
+            put_row(
+                hidden,
+                row,
+                ids - rank * PER_RANK,
+                weight,
+                rank,
+                row_addresses,
+                id_addresses,
+                weight_addresses,
+                HIDDEN,
+                TOP_K,
+                PER_RANK,
+                K_BLOCK,
+                H_BLOCK,
+            )
+    if is_last(ticket):
         number = tl.load(exchange) + 1
         tl.store(exchange, number)
         for rank in tl.static_range(FFN_RANKS):
             flag = tl.load(flag_addresses + rank).to(tl.pointer_type(tl.int64))
-            _store_exchange_number(flag, number)
+            store_exchange_number(flag, number)
 
 
 @_compiled_once
@@ -183,10 +219,10 @@ def _return_rows(
                     )
                     total += output.to(tl.float32) * weight
                 tl.store(there + start + columns, total.to(outputs.dtype.element_ty), mask=inside)
-    if _is_last(ticket):
+    if is_last(ticket):
         for source in range(first, first + sources):
             flag = tl.load(flag_addresses + source).to(tl.pointer_type(tl.int64))
-            _store_exchange_number(flag, tl.load(exchanges + source))
+            store_exchange_number(flag, tl.load(exchanges + source))
 
 
 @_compiled_once
@@ -281,8 +317,8 @@ def send_rows(
         PER_RANK=per_rank,
         FFN_RANKS=to.rows.shape[0],
         K_BLOCK=triton.next_power_of_2(top_k),
-        H_BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(size)),
-        num_warps=_WARPS,
+        H_BLOCK=min(MAX_BLOCK, triton.next_power_of_2(size)),
+        num_warps=WARPS,
     )
 
 
@@ -363,8 +399,8 @@ def return_rows(
         HIDDEN=size,
         TOP_K=top_k,
         K_BLOCK=triton.next_power_of_2(top_k),
-        H_BLOCK=min(_MAX_BLOCK, triton.next_power_of_2(size)),
-        num_warps=_WARPS,
+        H_BLOCK=min(MAX_BLOCK, triton.next_power_of_2(size)),
+        num_warps=WARPS,
         enable_fp_fusion=False,  # products are rounded before they are added, as in the reference
     )
 
@@ -381,7 +417,7 @@ def sum_replies(
     if not rows:
         return
     top_k = expert_ids.shape[1]
-    block = min(_MAX_BLOCK, triton.next_power_of_2(size))
+    block = min(MAX_BLOCK, triton.next_power_of_2(size))
     _sum_replies[(rows, triton.cdiv(size, block))](
         replies,
         expert_ids,

@@ -41,3 +41,13 @@ def sum_replies(replies: torch.Tensor, expert_ids: torch.Tensor, per_rank: int) 
         sent = (local_ids(expert_ids, ffn_rank, per_rank) >= 0).any(dim=1, keepdim=True)
         total += torch.where(sent, replies[ffn_rank].float(), 0.0)
     return total.to(replies.dtype)
+
+
+def drawn_ids(expert_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """[n, K] ids of a rank's rows, [S, cap, K] draws -> [S, cap, K]: the ids of emulated rows.
+
+    Every emulated rank has a row where the real one has one that any expert wants.
+    """
+    held = torch.zeros(drawn.shape[1], 1, dtype=torch.bool, device=drawn.device)
+    held[: expert_ids.shape[0], 0] = (expert_ids >= 0).any(dim=1)
+    return torch.where(held, drawn, -1)

@@ -12,7 +12,8 @@ import time
 
 import msgspec
 
-from sglang_afd.topology import Role, Topology
+from sglang_afd.emulation import Emulation
+from sglang_afd.topology import MOST_RANKS, Role, Topology
 
 ENV = "SGLANG_AFD_CONFIG"
 START_BY_ENV = "SGLANG_AFD_START_BY"
@@ -52,11 +53,17 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Seconds within which every rank must be ready, or the start fails."""
     exchange_timeout: float = 100.0
     """Seconds a rank waits for a peer inside one exchange before it fails."""
+    emulated_attention_ranks: int | None = None
+    """M: attention DP ranks that are measured, of which the real one is the first; None: as many
+    as there are."""
+    emulated_ffn_ranks: int | None = None
+    """N: likewise for FFN DP ranks."""
     command_role: Role | None = None
     """The role this command starts (two-command deployments); None: both."""
 
     def __post_init__(self) -> None:
         _ = self.topology  # raises TopologyError for counts below 1
+        self._check_emulation()
         if self.transport not in TRANSPORTS:
             raise ConfigError(
                 f"--afd-transport {self.transport} is unknown; choose auto, {', '.join(TRANSPORTS)}"
@@ -81,10 +88,38 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                     f"{LONGEST_WAIT:.0f}"
                 )
 
+    def _check_emulation(self) -> None:
+        for flag, count in (
+            ("--afd-emulate-attention-ranks", self.emulated_attention_ranks),
+            ("--afd-emulate-ffn-ranks", self.emulated_ffn_ranks),
+        ):
+            if count is None:
+                continue
+            if (self.attention_ranks, self.ffn_ranks) != (1, 1):
+                raise ConfigError(
+                    f"{flag} {count} stands on one attention and one FFN rank, not on "
+                    f"{self.attention_ranks} and {self.ffn_ranks}; give --afd-attention-ranks 1 "
+                    f"and --afd-ffn-ranks 1"
+                )
+            if not 2 <= count <= MOST_RANKS:
+                raise ConfigError(
+                    f"{flag} is {count}; it counts the real rank too and must be 2 to {MOST_RANKS}"
+                )
+
     @property
     def topology(self) -> Topology:
-        """The layout this deployment asks for."""
+        """The layout of the ranks that there are."""
         return Topology(self.attention_ranks, self.ffn_ranks, self.attention_tp)
+
+    @property
+    def emulation(self) -> Emulation:
+        """What the deployment is measured as; itself, where nothing is emulated."""
+        whole = Topology(
+            self.emulated_attention_ranks or self.attention_ranks,
+            self.emulated_ffn_ranks or self.ffn_ranks,
+            self.attention_tp,
+        )
+        return Emulation(self.topology, whole)
 
     def local_ranks(self) -> range:
         """World ranks that this command starts on its machine."""
@@ -99,7 +134,7 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         stamped = os.environ.get(START_BY_ENV)
         return float(stamped) if stamped else time.monotonic() + self.startup_timeout
 
-    def agreement(self) -> dict[str, int | float | str]:
+    def agreement(self) -> dict[str, int | float | str | None]:
         """What all ranks of one world must have equal, whichever command started them."""
         fields = msgspec.to_builtins(self)
         fields.pop("command_role")

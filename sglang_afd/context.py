@@ -56,6 +56,7 @@ class RankContext:
             DeviceClock if torch.cuda.is_available() else HostClock,
             rank=None if ffn else self.rank,
             experts=len(self.owned_experts) if ffn else 0,
+            sources=1 + len(self.config.emulation.emulated_by(0)) if ffn else 1,
         )
 
     @property
@@ -82,7 +83,7 @@ class RankContext:
     @property
     def owned_experts(self) -> range:
         """The experts of an F rank, in every layer."""
-        return self.topology.experts_of(self.rank, self.facts.num_experts)
+        return self.config.emulation.experts_of(self.rank, self.facts.num_experts)
 
     def loads_fused(self, name: str) -> FusedExperts | None:
         """What this rank reads its own experts' parts of under `name`, or None."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_afd import start
 from sglang_afd.command_line import as_flag
+from sglang_afd.flags import SWITCHES
 from sglang_afd.plugin import CPU_ENV, check_called
 from sglang_afd.running import free_port
 from sglang_afd.upstream import server
@@ -21,7 +22,9 @@ def Engine(**arguments: Any) -> Any:
             ``afd_attention_ranks`` and ``afd_ffn_ranks`` (both, or this is SGLang's engine),
             ``afd_attention_tp``, ``afd_transport``, ``afd_max_tokens_per_rank``,
             ``afd_prefill_block``, ``afd_lanes``, ``afd_startup_timeout``, ``afd_exchange_timeout``,
-            ``afd_role``.  ``afd_restart`` and ``afd_restart_requests`` are for servers alone.
+            ``afd_emulate_attention_ranks``, ``afd_emulate_ffn_ranks``,
+            ``afd_emulation_is_not_the_model``, ``afd_role``.  ``afd_restart`` and
+            ``afd_restart_requests`` are for servers alone.
             ``python -m sglang_afd.launch_server --help`` explains them.  Without `model_path` it
             runs the embedded model.
 
@@ -58,7 +61,7 @@ def Engine(**arguments: Any) -> Any:
         )
     server.install_plugins()
     check_called()
-    off = [name for name, value in arguments.items() if value is False]
+    off = [n for n, value in arguments.items() if value is False and not n.startswith("afd_")]
     try:
         server_args = server.parse([*command.sglang_args, *server.switched_off(off)])
     except server.FlagError as error:
@@ -80,5 +83,9 @@ def to_argv(arguments: dict[str, Any]) -> list[str]:
         part
         for name, value in arguments.items()
         if value is not None
-        for part in as_flag(name, str(value) if name.startswith("afd_") else value)
+        for part in as_flag(name, str(value) if _takes_a_value_of_ours(name) else value)
     ]
+
+
+def _takes_a_value_of_ours(name: str) -> bool:
+    return name.startswith("afd_") and as_flag(name, True)[0] not in SWITCHES

@@ -19,6 +19,9 @@ RETRY, FAIL = "retry", "fail"
 FFN_PORT = 30001
 """Where an FFN command answers /health unless ``--port`` says.  SGLang's default, 30000, is where
 the attention command serves, on the same host maybe."""
+NOT_THE_MODEL = "--afd-emulation-is-not-the-model"
+SWITCHES = (NOT_THE_MODEL,)
+"""Our flags that take no value."""
 OWNED: tuple[tuple[tuple[str, ...], str], ...] = (
     # spellings of a flag of SGLang that only the --afd-* flags may set, and why
     (("--tp-size", "--tensor-parallel-size"), _WORLD),
@@ -121,6 +124,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="fail a rank that waits longer for a peer in one exchange (default: %(default)g); "
         "deepep's own kernels give up after about 100 s, whatever is given here",
     )
+    group.add_argument(
+        "--afd-emulate-attention-ranks",
+        type=int,
+        metavar="M",
+        help="for studies on few GPUs: serve decode rows of M attention ranks, of which the one "
+        "real rank is the first and sends the others' rows too, routed by draws",
+    )
+    group.add_argument(
+        "--afd-emulate-ffn-ranks",
+        type=int,
+        metavar="N",
+        help="for studies on few GPUs: the one real FFN rank is the first of N and owns 1/N of the "
+        "experts; the others' add nothing",
+    )
+    group.add_argument(
+        NOT_THE_MODEL,
+        action="store_true",
+        help="must be given with the two flags above: says that the answers are not the model's",
+    )
     add_restart_flags(group)
     group.add_argument(
         "--afd-role",
@@ -221,8 +243,11 @@ def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Comma
         lanes=known.afd_lanes,
         startup_timeout=known.afd_startup_timeout,
         exchange_timeout=known.afd_exchange_timeout,
+        emulated_attention_ranks=known.afd_emulate_attention_ranks,
+        emulated_ffn_ranks=known.afd_emulate_ffn_ranks,
         command_role=Role(known.afd_role) if known.afd_role else None,
     )
+    _check_marked(config, known)
     _refuse_owned(rest)
     _check_commands(config, rest)
     return Command(config, [*rest, *_sglang_flags(config, rest, on_cpu)])
@@ -256,6 +281,22 @@ def placement(config: AfdConfig, args: Sequence[str], gpus: int) -> list[str]:
     except ValueError:
         return []  # the address gate says what is wrong with it
     return ["--base-gpu-id", str(first)] if together and last < gpus else []
+
+
+def _check_marked(config: AfdConfig, known: argparse.Namespace) -> None:
+    """Nobody emulates ranks by accident."""
+    marked = known.afd_emulation_is_not_the_model
+    if marked and not config.emulation.active:
+        raise ConfigError(
+            f"{NOT_THE_MODEL} is given, but nothing is emulated; leave it out, or give "
+            f"--afd-emulate-attention-ranks or --afd-emulate-ffn-ranks"
+        )
+    if config.emulation.active and not marked:
+        name = "attention" if config.emulated_attention_ranks is not None else "ffn"
+        raise ConfigError(
+            f"--afd-emulate-{name}-ranks makes answers that are not the model's; say that this is "
+            f"wanted with {NOT_THE_MODEL}, or leave it out"
+        )
 
 
 def _refuse_owned(args: Sequence[str]) -> None:

@@ -85,9 +85,10 @@ def _topology(facts: Facts) -> Iterator[Refusal]:
     if moe is None:
         return
     try:
-        topology.experts_per_rank(moe.num_experts)
+        facts.config.emulation.whole.experts_per_rank(moe.num_experts)
     except TopologyError as error:
-        yield Refusal.of(error)
+        flag = "--afd-emulate-ffn-ranks" if facts.config.emulated_ffn_ranks else "--afd-ffn-ranks"
+        yield Refusal.of(TopologyError(str(error).replace("--afd-ffn-ranks", flag)))
     tp, text = topology.attention_tp, facts.checkpoint.text_config
     heads = text.num_attention_heads
     kv_heads = text.num_key_value_heads
@@ -145,11 +146,17 @@ def _topology_summary(facts: Facts) -> str:
         f"{topology.attention_tp}, {len(facts.config.local_ranks())} of "
         f"{topology.world_size} ranks here on the {'CPU' if facts.on_cpu else 'GPUs'}"
     )
+    emulation = facts.config.emulation
+    if emulation.active:
+        whole = emulation.whole
+        text += (
+            f", measured as {whole.attention_ranks} attention and {whole.ffn_ranks} FFN DP ranks: "
+            f"answers are NOT the model's"
+        )
     if moe is None:
         return text + "; experts not checked, the model gate refused"
-    return (
-        text + f"; {topology.experts_per_rank(moe.num_experts)} experts of a layer on each FFN rank"
-    )
+    per_rank = emulation.whole.experts_per_rank(moe.num_experts)
+    return text + f"; {per_rank} experts of a layer on each FFN rank"
 
 
 def _execution(facts: Facts) -> Iterator[Refusal]:

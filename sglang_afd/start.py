@@ -101,6 +101,8 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
             f"({facts.why_transport})",
             flush=True,
         )
+        if facts.config.emulation.active:
+            print(f"{program}: EMULATED: {facts.config.emulation.described()}", flush=True)
     if command.config is not None and not on_cpu:
         # Compiling for every number of rows, used or not, takes longer than a start may.
         os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")

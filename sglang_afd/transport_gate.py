@@ -158,6 +158,8 @@ def _deepep(facts: Facts) -> Iterator[Refusal]:
                 mend,
             )
             break
+    if facts.config.emulation.active:
+        yield Refusal("deepep emulates no ranks: its kernels know real ones alone", mend)
     yield from _no_graphs(facts)
     yield from _runner(facts, "rows grouped by expert", mend)
     if facts.config.lanes > 1:

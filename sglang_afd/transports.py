@@ -32,6 +32,7 @@ def estimate(config: AfdConfig, facts: MoeFacts, *, itemsize: int, fp8: bool) ->
         decode=config.max_tokens_per_rank,
         block=config.prefill_block,
         lanes=config.lanes,
+        emulated=len(config.emulation.emulated_by(0)),
     )
     return ESTIMATES[config.transport](config.topology, rows)
 
@@ -54,6 +55,7 @@ def _gloo(context: RankContext, dtype: torch.dtype, fp8: bool, group: Any) -> Tr
     config = context.config
     return GlooTransport(
         **_common(context),
+        emulation=config.emulation,
         dtype=dtype,
         caps=Caps(config.max_tokens_per_rank, config.prefill_block),
         timeout=config.exchange_timeout,
@@ -75,6 +77,7 @@ def _nvlink(context: RankContext, dtype: torch.dtype, fp8: bool, group: Any) -> 
     config = context.config
     return NvlinkTransport(
         **_common(context),
+        emulation=config.emulation,
         dtype=dtype,
         caps=Caps(config.max_tokens_per_rank, config.prefill_block),
         timeout=config.exchange_timeout,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sglang_afd.emulation import DRAWS
 from sglang_afd.topology import Topology
 
 _MIB = 2**20
@@ -55,6 +56,12 @@ class Rows(NamedTuple):
     """P: rows of all A ranks in one bulk block."""
     lanes: int = 1
     """Decode batches in flight; bulk blocks have no more than one."""
+    emulated: int = 0
+    """Sources that each A rank stands for beside itself, see `sglang_afd.emulation`."""
+
+    def sources(self, topology: Topology) -> int:
+        """A ranks whose rows an F rank gets in a decode round."""
+        return len(topology.attention_world) * (1 + self.emulated)
 
     def at_once(self, decode: int, block: int) -> int:
         """Rows under way at the same time: `decode` of a lane's round, `block` of a bulk block.
@@ -68,11 +75,11 @@ def gloo(topology: Topology, rows: Rows) -> Buffers:
     """Nothing is kept; a round's rows and their routing pass through, for every peer."""
     owners = len(topology.ffn_world)
     sent = rows.at_once(rows.decode, rows.block)
-    received = rows.at_once(len(topology.attention_world) * rows.decode, rows.block)
+    received = rows.at_once(rows.sources(topology) * rows.decode, rows.block)
     row = rows.hidden_size * rows.itemsize + 8 * rows.top_k
     output = rows.top_k * rows.hidden_size * rows.itemsize
     return Buffers(
-        Held(0, owners * sent * row + sent * rows.hidden_size * 4),
+        Held(0, owners * (sent + rows.emulated * rows.decode) * row + sent * rows.hidden_size * 4),
         Held(0, received * (2 * row + output)),
     )
 
@@ -99,20 +106,28 @@ def deepep(topology: Topology, rows: Rows) -> Buffers:
 
 
 def nvlink(topology: Topology, rows: Rows) -> Buffers:
-    """An arena of the same size on all ranks, and the outputs of the experts' largest rounds."""
-    caps = (*[rows.decode] * rows.lanes, rows.block)
-    channels = sum(_channel(topology, rows, cap) for cap in caps)
+    """An arena of the same size on all ranks, and the outputs of the experts' largest rounds.
+
+    An A rank that stands for others keeps draws of their rows' routing, too.
+    """
+    channels = rows.lanes * _channel(topology, rows, rows.decode, 1 + rows.emulated)
+    channels += _channel(topology, rows, rows.block, 1)
     kept = _aligned(channels + _SIGNAL_PAD, _MAPPED_STEP)
-    sources = len(topology.attention_world)
+    draws = rows.lanes * DRAWS * rows.emulated * rows.decode * rows.top_k * 4
+    sources = rows.sources(topology)
     most = rows.at_once(sources * rows.decode, rows.block)
     row = rows.hidden_size * rows.itemsize
     copied = most * (row + 8 * rows.top_k) if sources > 1 else 0
     back = rows.at_once(rows.decode, rows.block) * row
-    return Buffers(Held(kept, back), Held(kept, most * rows.top_k * row + copied))
+    return Buffers(Held(kept + draws, back), Held(kept, most * rows.top_k * row + copied))
 
 
-def _channel(topology: Topology, rows: Rows, cap: int) -> int:
-    """As `sglang_afd.dispatch.channel.channel_bytes`, which needs torch."""
+def _channel(topology: Topology, rows: Rows, cap: int, sources: int) -> int:
+    """As `sglang_afd.dispatch.channel.channel_bytes`, which needs torch.
+
+    Args:
+        sources: of each A rank, itself among them.
+    """
 
     def fields(peers: int, routed: int) -> int:
         sizes = (
@@ -123,7 +138,10 @@ def _channel(topology: Topology, rows: Rows, cap: int) -> int:
         )
         return sum(_aligned(size, _ALIGNMENT) for size in sizes)
 
-    return max(fields(len(topology.ffn_world), 0), fields(len(topology.attention_world), cap))
+    return max(
+        sources * fields(len(topology.ffn_world), 0),
+        fields(sources * len(topology.attention_world), cap),
+    )
 
 
 def _aligned(size: int, step: int) -> int:

@@ -94,9 +94,15 @@ def layouts(topology: Topology, shape: Shape) -> tuple[Layout, Layout]:
     )
 
 
-def channel_bytes(topology: Topology, shape: Shape) -> int:
-    """Bytes of a channel's stretch of every arena."""
-    return max(layout.size for layout in layouts(topology, shape))
+def channel_bytes(topology: Topology, shape: Shape, hosted: int = 1) -> int:
+    """Bytes of a channel's stretch of every arena.
+
+    Args:
+        hosted: how many A ranks' parts lie in one arena: more than one, if a rank stands for others
+            (see `sglang_afd.dispatch.drawn`).
+    """
+    on_attention, on_ffn = layouts(topology, shape)
+    return max(hosted * on_attention.size, on_ffn.size)
 
 
 class Waits(NamedTuple):
@@ -110,7 +116,7 @@ class Waits(NamedTuple):
 class Sent(NamedTuple):
     """What `AttentionEnd.combine` needs of the exchange that `dispatch` began."""
 
-    expert_ids: torch.Tensor  # [n, K]
+    expert_ids: torch.Tensor  # [n, K] int32, contiguous
 
 
 class AttentionEnd:
@@ -143,7 +149,8 @@ class AttentionEnd:
                 for field in (there.rows, there.flags, there.ids, there.weights)
             )
         )
-        self._exchange = torch.zeros(1, dtype=torch.int64, device=device)
+        self.exchange = torch.zeros(1, dtype=torch.int64, device=device)
+        """How many exchanges were begun."""
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
 
     def dispatch(self, rows: RoutedRows, *, slots: int) -> Sent:
@@ -166,7 +173,7 @@ class AttentionEnd:
             expert_ids,
             rows.weights.float().contiguous(),
             to=self._to,
-            exchange=self._exchange,
+            exchange=self.exchange,
             ticket=self._ticket,
             slots=slots,
             per_rank=self._per_rank,
@@ -178,7 +185,7 @@ class AttentionEnd:
         """Wait for every F rank and add up their rows: [n, H]."""
         kernels.wait(
             self._flags,
-            self._exchange,
+            self.exchange,
             first=0,
             count=self._flags.shape[0],
             failure=self._waits.failure,

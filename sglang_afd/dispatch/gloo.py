@@ -5,20 +5,26 @@ rank reduces its experts' outputs with the router's weights, and A sums the F ra
 order, so equal inputs give equal bits.  Rows of other devices are staged through the CPU.
 
 Per round and (A, F) pair with rows: A sends the routing of all its rows ([n, 2K] int32: local ids,
-then the weights' bits), then only the rows with an expert there; F answers one row for each.
+then the weights' bits), then only the rows with an expert there; F answers one row for each.  In
+decode rounds the rows of each emulated source follow in the same way, from the rank that stands for
+it; what comes back for them is thrown away.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from sglang_afd.dispatch.step_plan import Caps, Round
+from sglang_afd.dispatch.draws import draw
+from sglang_afd.dispatch.step_plan import Caps, Path, Round
 from sglang_afd.dispatch.transport import ExchangeError, RoutedRows, RowBatch
-from sglang_afd.kernels.exchange_reference import local_ids, reduce_places
+from sglang_afd.emulation import Emulation
+from sglang_afd.kernels.exchange_reference import drawn_ids, local_ids, reduce_places
 from sglang_afd.topology import Topology
 
 _RETRY_HINT = "check that the peer is alive (its log names the cause) and restart the deployment"
@@ -27,8 +33,11 @@ _RETRY_HINT = "check that the peer is alive (its log names the cause) and restar
 class _Sent(NamedTuple):
     """What `combine` needs: which rows went to which F rank, and the rows' form."""
 
-    picks: dict[int, torch.Tensor]  # F world rank -> [m] indices of the rows sent there
-    like: torch.Tensor  # [n, H], gives shape, dtype and device of the result
+    picks: list[dict[int, torch.Tensor]]
+    """Of this rank, then of the sources that it stands for: F world rank -> [m] indices of the rows
+    sent there."""
+    like: torch.Tensor
+    """[n, H], gives shape, dtype and device of the result."""
 
 
 class _Received(NamedTuple):
@@ -55,19 +64,26 @@ class GlooTransport:
         dtype: torch.dtype,
         caps: Caps,
         timeout: float,
+        emulation: Emulation | None = None,
     ) -> None:
         """Join the exchange group: a collective call of all world ranks.
 
         Args:
             caps: rows in one round; any number can travel, more take more memory at a time.
             timeout: seconds an operation waits for a peer.
+            emulation: None: nothing is emulated.
         """
+        self._emulation = emulation = emulation or Emulation.none(topology)
         self.caps = caps
         self._topology = topology
         self._rank = rank
-        self._per_rank = topology.experts_per_rank(num_experts)
+        self._per_rank = emulation.whole.experts_per_rank(num_experts)
         self._hidden_size, self._top_k, self._dtype = hidden_size, top_k, dtype
         self._timeout = timeout
+        self._draws: Iterator[torch.Tensor] | None = None
+        if rank in topology.attention_world and emulation.emulated_by(rank):
+            draws = draw(emulation, rank, cap=caps.decode, num_experts=num_experts, top_k=top_k)
+            self._draws = cycle(draws)
         self._group = dist.new_group(
             list(range(topology.world_size)), backend="gloo", timeout=timedelta(seconds=timeout)
         )
@@ -79,36 +95,46 @@ class GlooTransport:
         """See `Transport.dispatch`."""
         hidden = rows.hidden.cpu()
         ids, weights = rows.expert_ids.cpu().to(torch.int32), rows.weights.cpu().float()
-        picks: dict[int, torch.Tensor] = {}
+        routings = [(ids, weights)]
+        if self._draws is not None and round_.path is Path.DECODE:
+            count = hidden.shape[0]
+            drawn = drawn_ids(ids, next(self._draws))[:, :count]
+            routings += [(own, torch.full_like(weights, 1 / self._top_k)) for own in drawn]
+        picked: list[dict[int, torch.Tensor]] = [{} for _ in routings]
         pending = []
         if hidden.shape[0]:
-            for index, peer in enumerate(self._topology.ffn_world):
-                local = local_ids(ids, index, self._per_rank)
-                routing = torch.cat([local, weights.contiguous().view(torch.int32)], dim=1)
-                picks[peer] = (local >= 0).any(dim=1).nonzero().flatten()
-                pending.append(self._send(routing, peer))
-                if picks[peer].numel():
-                    pending.append(self._send(hidden[picks[peer]], peer))
+            for (ids, weights), picks in zip(routings, picked, strict=True):
+                for index, peer in enumerate(self._topology.ffn_world):
+                    local = local_ids(ids, index, self._per_rank)
+                    routing = torch.cat([local, weights.contiguous().view(torch.int32)], dim=1)
+                    picks[peer] = (local >= 0).any(dim=1).nonzero().flatten()
+                    pending.append(self._send(routing, peer))
+                    if picks[peer].numel():
+                        pending.append(self._send(hidden[picks[peer]], peer))
         for message, work, peer in pending:
             self._wait(work, peer, "sending rows to")
             del message
-        return _Sent(picks, rows.hidden)
+        return _Sent(picked, rows.hidden)
 
     def combine(self, handle: _Sent) -> torch.Tensor:
         """See `Transport.combine`."""
         total = torch.zeros(handle.like.shape, dtype=torch.float32)
-        for peer, picks in handle.picks.items():
-            if picks.numel():
-                part = torch.empty(picks.numel(), self._hidden_size, dtype=self._dtype)
-                self._recv(part, peer)
-                total.index_add_(0, picks, part.float())
+        for source, picks in enumerate(handle.picks):
+            for peer, rows in picks.items():
+                if rows.numel():
+                    part = torch.empty(rows.numel(), self._hidden_size, dtype=self._dtype)
+                    self._recv(part, peer)
+                    if source == 0:
+                        total.index_add_(0, rows, part.float())
         return total.to(dtype=handle.like.dtype, device=handle.like.device)
 
     def receive(self, round_: Round) -> tuple[RowBatch, _Received]:
         """See `Transport.receive`."""
         hidden, ids, weights, sources = [], [], [], []
-        for peer in self._topology.attention_world:
-            count = round_.counts[peer]
+        decode = round_.path is Path.DECODE
+        for source in self._emulation.served.attention_world:
+            peer = self._emulation.host_of(source)
+            count = round_.counts[peer] if decode or source == peer else 0
             if not count:
                 continue
             routing = torch.empty(count, 2 * self._top_k, dtype=torch.int32)

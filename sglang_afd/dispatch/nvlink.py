@@ -3,7 +3,7 @@
 A token's row goes once to each F rank that owns one of its experts; that F rank reduces its
 experts' outputs and returns one row.  The decode rounds of each lane have a channel of their own
 (see `sglang_afd.dispatch.channel`), and all bulk blocks share one, in one arena of CUDA symmetric
-memory.
+memory.  Emulated ranks (`sglang_afd.dispatch.drawn`) take part in decode channels alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from sglang_afd.dispatch.channel import (
     Waits,
     channel_bytes,
 )
+from sglang_afd.dispatch.drawn import DrawnEnd, arena_of_sources
 from sglang_afd.dispatch.step_plan import Caps, Path, Round
 from sglang_afd.dispatch.transport import RoutedRows, RowBatch
+from sglang_afd.emulation import Emulation
 from sglang_afd.kernels.exchange import failure_of
 from sglang_afd.topology import Role, Topology
 
@@ -59,6 +61,7 @@ class NvlinkTransport:
         make_arena: Callable[[int], Arena],
         lanes: int = 1,
         blocks: int = BLOCKS,
+        emulation: Emulation | None = None,
     ) -> None:
         """Allocate the buffers: a collective call of all world ranks.
 
@@ -67,31 +70,46 @@ class NvlinkTransport:
             timeout: seconds that a wait on the device lasts before it ends the rank.
             make_arena: bytes -> memory that all ranks of the world can write to.
             blocks: see `channel.BLOCKS`.
+            emulation: None: nothing is emulated.
         """
         assert caps.bulk is not None
         self.caps = caps
         self._topology, self._rank, self._timeout = topology, rank, timeout
-        self._per_rank = topology.experts_per_rank(num_experts)
+        self._emulation = emulation = emulation or Emulation.none(topology)
+        self._per_rank = emulation.whole.experts_per_rank(num_experts)
+        present = emulation.present_experts(num_experts)
         self._bulk = lanes  # the channel after those of the lanes
         self._shapes = shapes = [
             Shape(cap, hidden_size, top_k, dtype) for cap in (*[caps.decode] * lanes, caps.bulk)
         ]
-        sizes = [channel_bytes(topology, shape) for shape in shapes]
+        served = emulation.served
+        hosted = 1 + len(emulation.emulated_by(0))
+        sizes = [*[channel_bytes(served, shapes[0], hosted)] * lanes]
+        sizes.append(channel_bytes(topology, shapes[self._bulk]))
         arena = make_arena(sum(sizes))
         self._device = arena.local.device
         pinned = arena.local.is_cuda
         waits = Waits(torch.zeros(2, dtype=torch.int64, pin_memory=pinned), timeout)
         self._waits = waits
         self._attention: list[AttentionEnd] = []
+        self._drawn: list[DrawnEnd] = []
         self._ffn: list[FfnEnd] = []
+        sources = arena_of_sources(emulation, shapes[0], arena)
         offset = 0
-        for shape, size in zip(shapes, sizes, strict=True):
+        for channel, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
+            bulk = channel == self._bulk
+            world, memory = (topology, arena) if bulk else (served, sources)
             if topology.role_of(rank) is Role.ATTENTION:
                 self._attention.append(
-                    AttentionEnd(topology, rank, num_experts, shape, arena, offset, waits, blocks)
+                    AttentionEnd(world, rank, present, shape, memory, offset, waits, blocks)
                 )
+                if emulation.emulated_by(rank) and not bulk:
+                    self._drawn.append(
+                        DrawnEnd(emulation, rank, num_experts, shape, memory, offset, channel)
+                    )
             else:
-                self._ffn.append(FfnEnd(topology, rank, shape, arena, offset, waits, blocks))
+                place = world.ffn_world[topology.ffn_world.index(rank)]
+                self._ffn.append(FfnEnd(world, place, shape, memory, offset, waits, blocks))
             offset += size
 
     def load(self) -> None:
@@ -127,7 +145,11 @@ class NvlinkTransport:
         decode = round_.path is Path.DECODE
         slots = self.caps.decode if decode else rows.hidden.shape[0]
         channel = self._channel(round_)
-        return _Pending(channel, self._attention[channel].dispatch(rows, slots=slots))
+        end = self._attention[channel]
+        sent = end.dispatch(rows, slots=slots)
+        if decode and self._drawn:
+            self._drawn[channel].send(rows.hidden, sent, end.exchange)
+        return _Pending(channel, sent)
 
     def combine(self, handle: _Pending) -> torch.Tensor:
         """See `Transport.combine`."""
@@ -135,11 +157,10 @@ class NvlinkTransport:
 
     def receive(self, round_: Round) -> tuple[RowBatch, _Received]:
         """See `Transport.receive`."""
-        sources = len(self._topology.attention_world)
         if round_.path is Path.DECODE:
-            spans = [Span(0, sources, self.caps.decode)]
+            spans = [Span(0, self._sources, self.caps.decode)]
         else:
-            counts = round_.counts[:sources]
+            counts = round_.counts[: len(self._topology.attention_world)]
             spans = [Span(source, 1, count) for source, count in enumerate(counts) if count]
         channel = self._channel(round_)
         return self._ffn[channel].receive(spans), _Received(channel, spans)
@@ -149,12 +170,16 @@ class NvlinkTransport:
         self._ffn[handle.channel].reply(output.contiguous(), handle.spans)
 
     def samples(self) -> list[RowBatch]:
-        """A decode round, which has places for all A ranks, and bulk blocks of all magnitudes: the
+        """A decode round, which has places for all sources, and bulk blocks of all magnitudes: the
         experts' kernels are chosen by the number of rows."""
-        decode = self._ffn[0].sample(len(self._topology.attention_world) * self.caps.decode)
+        decode = self._ffn[0].sample(self._sources * self.caps.decode)
         most, bulk = self._shapes[self._bulk].cap, self._ffn[self._bulk]
         sizes = {most >> halvings for halvings in range(most.bit_length())}
         return [decode, *(bulk.sample(size) for size in sorted(sizes))]
+
+    @property
+    def _sources(self) -> int:
+        return len(self._emulation.served.attention_world)
 
     def _channel(self, round_: Round) -> int:
         return round_.lane if round_.path is Path.DECODE else self._bulk
@@ -164,10 +189,13 @@ class NvlinkTransport:
         failed = failure_of(self._waits.failure)
         if failed is None:
             return None
-        peers = self._topology.attention_world if self._ffn else self._topology.ffn_world
+        if self._ffn:
+            peer = self._emulation.name_of(failed.peer)
+        else:
+            peer = self._topology.name_of(self._topology.ffn_world[failed.peer])
         return (
             f"{self._topology.name_of(self._rank)} waited {self._timeout:g} s "
-            f"(--afd-exchange-timeout) for {self._topology.name_of(peers[failed.peer])} in "
+            f"(--afd-exchange-timeout) for {peer} in "
             f"exchange {failed.exchange}; check that it is alive (its log names the cause) and "
             f"restart the deployment"
         )

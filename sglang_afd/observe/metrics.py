@@ -46,7 +46,7 @@ SERIES = (
         "replayed_steps", "counter", (), "steps replayed from graphs: their stages are not seen"
     ),
     Series("exchanges", "counter", (), "exchanges with the other role, each of one MoE layer"),
-    Series("exchanged_rows", "counter", (), "rows sent in them (on FFN ranks: announced by all)"),
+    Series("exchanged_rows", "counter", (), "rows sent in them (on FFN ranks: of all)"),
     Series(
         "exchanged_bytes", "counter", (), "bytes of those rows' hidden state, counted once a row"
     ),

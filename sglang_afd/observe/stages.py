@@ -167,7 +167,13 @@ class StepTimer:
     """Times this rank's steps, for those who asked; costs next to nothing while nobody does."""
 
     def __init__(
-        self, own_work: Stage, clock: Callable[[], Clock], *, rank: int | None, experts: int
+        self,
+        own_work: Stage,
+        clock: Callable[[], Clock],
+        *,
+        rank: int | None,
+        experts: int,
+        sources: int = 1,
     ) -> None:
         """Make a timer that nobody listens to.
 
@@ -176,9 +182,11 @@ class StepTimer:
             clock: makes its clock, when somebody first listens.
             rank: whose rows are its work; None: everybody's are.
             experts: how many it has of a layer.
+            sources: rows that come in decode for one that a rank announces, see
+                `sglang_afd.emulation`.
         """
         self._own_work, self._make_clock, self._rank = own_work, clock, rank
-        self._experts = experts
+        self._experts, self._sources = experts, sources
         self._clock: Clock | None = None
         self._listeners: tuple[Callable[[StepTimes], None], ...] = ()
         self._open: _Open | None = None
@@ -214,7 +222,11 @@ class StepTimer:
         if clock is None or not self._listeners or not own:
             yield
             return
-        path, rows = own[0].path, sum(self._own(round_.counts) for round_ in own)
+        path = own[0].path
+        rows = sum(
+            self._own(round_.counts) * (self._sources if round_.path is Path.DECODE else 1)
+            for round_ in own
+        )
         key = plan.lane, path
         self._open = opened = _Open(
             plan, rounds, path, rows, self._agreed, key in self._going, clock.mark(), [], []

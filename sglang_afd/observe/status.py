@@ -53,6 +53,7 @@ def of(
         "up_seconds": time.time() - started,
         "model": states[0]["model_path"],
         "config": config,
+        "emulated": states[0]["afd"].get("emulated"),
         "ranks": ranks,
     }
 

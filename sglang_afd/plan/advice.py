@@ -52,6 +52,8 @@ def _advice(facts: Facts) -> Advice:
     topology = facts.config.topology
     if topology.attention_tp > 1:
         return Advice("not predicted: the planner does not know attention TP")
+    if facts.config.emulation.active:
+        return Advice("not predicted: ranks are emulated")
     if asked(facts.args) is not None:
         return Advice("not predicted: how many of the draft's tokens are right is not known")
     assert facts.checkpoint.config is not None

@@ -31,7 +31,7 @@ TOKEN_ENV = "SGLANG_AFD_TOKEN"
 class _Message(msgspec.Struct, kw_only=True):
     """What one command tells the other."""
 
-    agreement: dict[str, int | float | str]
+    agreement: dict[str, int | float | str | None]
     """`AfdConfig.agreement`."""
     http: tuple[str, int, str]
     """Its `Listener`."""

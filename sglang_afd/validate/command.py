@@ -170,6 +170,8 @@ def resolve(
         raise Impossible("--afd-role starts a part of a deployment; leave it out")
     if last_value(facts.args, "--load-format") == "dummy":
         raise Impossible("--load-format dummy makes random weights, which have no right answers")
+    if facts.config.emulated_ffn_ranks is not None:
+        raise Impossible("--afd-emulate-ffn-ranks leaves experts out, so no answer is the model's")
     reference = own.reference or (preset.reference if preset else "hf")
     _check_reference(reference, own)
     path = last_value(facts.args, *_MODEL) or ""
@@ -286,4 +288,9 @@ def _precision(facts: Facts, dtype: str) -> Precision:
 def _layout(facts: Facts) -> str:
     config = facts.config
     width = f" (attention TP {config.attention_tp})" if config.attention_tp > 1 else ""
-    return f"{config.attention_ranks}A{config.ffn_ranks}F{width} over {config.transport}"
+    whole = config.emulation.whole
+    stood_for = f", measured as {whole.attention_ranks}A{whole.ffn_ranks}F"
+    return (
+        f"{config.attention_ranks}A{config.ffn_ranks}F{width} over {config.transport}"
+        f"{stood_for if config.emulation.active else ''}"
+    )

@@ -17,8 +17,10 @@ import torch
 
 from sglang_afd.dispatch.channel import Shape, Span
 from sglang_afd.dispatch.transport import RoutedRows
+from sglang_afd.emulation import Emulation
 from sglang_afd.kernels.exchange import failure_of
 from sglang_afd.topology import Topology
+from tests.support.emulated import exchange_of_sources
 from tests.support.local_ends import Ends, expected, make_ends, random_rows, run_experts
 
 pytestmark = [
@@ -107,6 +109,18 @@ def test_a_block_path_takes_only_sources_with_rows() -> None:
         for source, handle in sent.items():
             got = ends.attention[source].combine(handle)
             assert torch.equal(got, expected(rows[source], 8, 1))
+
+
+@pytest.mark.parametrize("hidden", [16, 2048, 2880, 4096, 7168])
+@pytest.mark.parametrize(
+    ("attention", "ffn", "tp"), [(3, 1, 1), (1, 2, 1), (12, 4, 1), (2, 2, 2)], ids=str
+)
+def test_emulated_ranks_send_rows_of_their_own(
+    attention: int, ffn: int, tp: int, hidden: int
+) -> None:
+    emulation = Emulation(Topology(1, 1, tp), Topology(attention, ffn, tp))
+    shape = Shape(64, hidden, 8, torch.bfloat16)
+    exchange_of_sources(emulation, shape, per_rank=16, lanes=2, device="cuda")
 
 
 def skewed(ends: Ends, lane: int) -> Callable[[int, torch.Tensor], None]:

@@ -18,7 +18,7 @@ from sglang_afd.attention.empty_rounds import EmptyRounds
 from sglang_afd.attention.exchange import AttentionExchange
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
-from sglang_afd.dispatch.channel import Arena, Shape
+from sglang_afd.dispatch.channel import Shape
 from sglang_afd.dispatch.nvlink import NvlinkTransport
 from sglang_afd.dispatch.step_plan import Caps, Path, StepKind, StepPlan
 from sglang_afd.dispatch.transport import MaskedBatch, RoutedRows, RowBatch
@@ -26,7 +26,14 @@ from sglang_afd.families import FAMILIES, MoeFacts
 from sglang_afd.ffn.graph import GraphServer
 from sglang_afd.observe.stages import HostClock, Stage, StepTimer
 from sglang_afd.topology import Topology
-from tests.support.local_ends import expected, random_rows, run_experts
+from tests.support.emulated import ids_of_sources
+from tests.support.local_ends import (
+    expected,
+    make_transports,
+    present_part,
+    random_rows,
+    run_experts,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,31 +120,17 @@ def run_layer(batch: RowBatch | MaskedBatch) -> torch.Tensor:
     return run_experts(batch.hidden, batch.expert_ids)
 
 
-def make_transports(topology: Topology, lanes: int = 1) -> list[NvlinkTransport]:
-    memory: dict[int, torch.Tensor] = {}
-
-    def arena_of(rank: int, size: int) -> Arena:
-        for other in range(topology.world_size):
-            if other not in memory:
-                memory[other] = torch.zeros(size, dtype=torch.uint8, device="cuda")
-        addresses = tuple(memory[other].data_ptr() for other in range(topology.world_size))
-        return Arena(memory[rank], addresses)
-
-    return [
-        NvlinkTransport(
-            topology=topology,
-            rank=rank,
-            num_experts=EXPERTS,
-            hidden_size=HIDDEN,
-            top_k=TOP_K,
-            dtype=torch.bfloat16,
-            caps=CAPS,
-            timeout=20.0,
-            make_arena=lambda size, rank=rank: arena_of(rank, size),
-            lanes=lanes,
-        )
-        for rank in range(topology.world_size)
-    ]
+def transports_of(config: AfdConfig) -> list[NvlinkTransport]:
+    return make_transports(
+        config.topology,
+        EXPERTS,
+        FORM,
+        CAPS,
+        lanes=config.lanes,
+        emulation=config.emulation,
+        device="cuda",
+        timeout=20.0,
+    )
 
 
 def exchange_once(topology: Topology, transports: list[NvlinkTransport], lanes: int = 1) -> None:
@@ -170,16 +163,66 @@ def some_plan(draw: random.Random, step: int, attention_ranks: int) -> StepPlan:
     return StepPlan(step, (*kinds, StepKind.IDLE), (*counts, 0), CAPS)
 
 
-@pytest.mark.parametrize("attention_ranks", [1, 2, 3])
-def test_replays_and_eager_steps_give_the_same_bits(attention_ranks: int) -> None:
-    """Any mixture of what the ranks do in a step; steps are queued without waiting for results."""
+def experts_wanted(config: AfdConfig, plans: list[StepPlan], inputs: list[list[RoutedRows]]) -> int:
+    """How many (row, expert) pairs F must get in all steps, those of emulated ranks among them."""
+    emulation = config.emulation
+    present = emulation.present_experts(EXPERTS)
+    total, number = 0, 1  # the first exchange was `exchange_once`
+    for plan, rows_of in zip(plans, inputs, strict=True):
+        for rank, rows in enumerate(rows_of):
+            if plan.rows_of(Path.BULK, rank):
+                total += LAYERS * int(((rows.expert_ids >= 0) & (rows.expert_ids < present)).sum())
+        for _ in range(LAYERS):
+            for round_ in plan.rounds_of(Path.DECODE):
+                number += 1
+                sent = [
+                    RoutedRows(*(field[round_.rows_of(rank)] for field in rows))
+                    for rank, rows in enumerate(rows_of)
+                ]
+                ids = ids_of_sources(emulation, sent, number, cap=CAPS.decode, experts=EXPERTS)
+                total += int(((ids >= 0) & (ids < present)).sum())
+    return total
+
+
+@pytest.mark.parametrize(
+    ("attention_ranks", "emulated"),
+    [(1, None), (2, None), (3, None), (1, (3, None)), (1, (None, 4)), (1, (12, 2))],
+    ids=str,
+)
+def test_replays_and_eager_steps_give_the_same_bits(
+    attention_ranks: int, emulated: tuple[int | None, int | None] | None
+) -> None:
+    """Any mixture of what the ranks do in a step; steps are queued without waiting for results.
+
+    Emulated ranks change neither the real rank's rows nor what it gets from the experts that are
+    there, and F gets as many rows for them as they must have.
+    """
     print(f"SEED={SEED}")
     draw = random.Random(SEED)
-    config = AfdConfig(attention_ranks=attention_ranks, ffn_ranks=1, transport="nvlink")
+    whole = emulated or (None, None)
+    config = AfdConfig(
+        attention_ranks=attention_ranks,
+        ffn_ranks=1,
+        transport="nvlink",
+        emulated_attention_ranks=whole[0],
+        emulated_ffn_ranks=whole[1],
+    )
     topology = config.topology
-    transports = make_transports(topology)
+    transports = transports_of(config)
     exchange_once(topology, transports)
-    server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER, 1)
+    got, only = torch.zeros(2, 1, dtype=torch.int64, device="cuda")
+
+    def count_and_run(batch: RowBatch | MaskedBatch) -> torch.Tensor:
+        assert isinstance(batch, RowBatch)
+        # by an atomic addition: blocks of prefills run beside decode rounds
+        got.scatter_add_(0, only, (batch.expert_ids >= 0).sum().view(1))
+        return run_layer(batch)
+
+    for batch in transports[-1].samples():  # loads the counting's kernels
+        count_and_run(batch)
+    torch.cuda.synchronize()
+    got.zero_()
+    server = GraphServer([count_and_run] * LAYERS, transports[-1], TIMER, 1)
     ranks = [
         AttentionRank(config, rank, transport) for rank, transport in enumerate(transports[:-1])
     ]
@@ -203,17 +246,20 @@ def test_replays_and_eager_steps_give_the_same_bits(attention_ranks: int) -> Non
         if step % 10 == 9:
             torch.cuda.synchronize()
     torch.cuda.synchronize()
+    present = config.emulation.present_experts(EXPERTS)
     for step, kind, replay, rows, outputs in results:
         assert len(outputs) == (LAYERS if rows.hidden.shape[0] else 0)
+        wanted = expected(present_part(rows, present), present, 1)
         for output in outputs:
-            assert torch.equal(output, expected(rows, EXPERTS, 1)), (step, kind, replay)
+            assert torch.equal(output, wanted), (step, kind, replay)
+    assert int(got) == experts_wanted(config, plans, inputs)
 
 
 def test_a_prefill_does_not_hold_up_the_decode_of_others() -> None:
     """The decoding rank's step ends while the extending rank's forward still waits to begin."""
     config = AfdConfig(attention_ranks=2, ffn_ranks=1, transport="nvlink")
     topology = config.topology
-    transports = make_transports(topology)
+    transports = transports_of(config)
     exchange_once(topology, transports)
     server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER, 1)
     decoding, extending = (
@@ -265,7 +311,7 @@ def test_lanes_beside_one_another_give_the_bits_of_lanes_in_turn(attention_ranks
     config = AfdConfig(
         attention_ranks=attention_ranks, ffn_ranks=1, transport="nvlink", lanes=LANES
     )
-    transports = make_transports(config.topology, LANES)
+    transports = transports_of(config)
     exchange_once(config.topology, transports, LANES)
     server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER, LANES)
     ranks = [

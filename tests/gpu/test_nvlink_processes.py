@@ -22,9 +22,11 @@ SEED = int(os.environ.get("SEED", random.randrange(2**31)))
 ROUNDS = int(os.environ.get("ROUNDS", 10_000))
 
 
-def launch(folder: Path, attention: int, ffn: int, silent: int = -1) -> dict[int, str]:
-    """What every rank (but a silent one) reports."""
-    arguments = [str(attention), str(ffn), str(folder), str(SEED), str(silent)]
+def launch(
+    folder: Path, attention: int, ffn: int, silent: int = -1, whole: tuple[int, ...] = ()
+) -> dict[int, str]:
+    """What every rank (but a silent one) reports; `whole`: ranks, with the emulated ones."""
+    arguments = [str(attention), str(ffn), str(folder), str(SEED), str(silent), *map(str, whole)]
     run_ranks("tests.support.nvlink_world", attention + ffn, arguments, silent)
     ranks = [rank for rank in range(attention + ffn) if rank != silent]
     return {rank: (folder / f"rank{rank}.txt").read_text() for rank in ranks}
@@ -63,6 +65,11 @@ def test_lanes_in_flight_between_processes(tmp_path: Path, lanes: int) -> None:
 @pytest.mark.parametrize(("attention", "ffn"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_every_bit_comes_back(tmp_path: Path, attention: int, ffn: int) -> None:
     assert set(launch(tmp_path, attention, ffn).values()) == {"ok"}
+
+
+@pytest.mark.parametrize("whole", [(3, 1), (1, 4), (12, 4)], ids=str)
+def test_emulated_ranks_disturb_no_real_one(tmp_path: Path, whole: tuple[int, int]) -> None:
+    assert set(launch(tmp_path, 1, 1, whole=whole).values()) == {"ok"}
 
 
 @pytest.mark.parametrize("silent", [0, 2])

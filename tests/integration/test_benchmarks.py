@@ -93,6 +93,22 @@ def test_steps_of_a_deployment(run: Callable[..., record.Record]) -> None:
         assert place not in json.dumps(rest)
 
 
+def test_emulated_ranks_are_marked(run: Callable[..., record.Record]) -> None:
+    """In the record, in its table and in what the server says; figures are those of all ranks."""
+    small = {"layout": "afd", "graphs": False}
+    emulated = {**small, "emulated_attention_ranks": 3, "emulated_ffn_ranks": 2}
+    made = run(systems={"afd": emulated})
+    [turn] = made.turns
+    assert not turn.failed and made.emulated == ["afd"]
+    steps = [step for step in turn.result["steps"] if step["kept"]]
+    assert steps and all(step["requests"] == [2] for step in steps), "the real rank's alone"
+    assert (turn.result["requests"], turn.result["gpus"]) == (6, 5)
+    told = turn.result["holdings"]["afd"]
+    assert (told["emulated"]["attention_ranks"], told["emulated"]["ffn_ranks"]) == (3, 2)
+    assert [rank["experts"] for rank in told["ranks"]] == [0, 6]
+    assert not any("emulates" in reason for reason in made.verdict.reasons)
+
+
 @pytest.mark.full
 def test_systems_that_stay_up_through_all_turns(run: Callable[..., record.Record]) -> None:
     """One lane and two take turns; each finds the KV of its prompts again."""

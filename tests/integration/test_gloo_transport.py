@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_afd.dispatch.draws import draw
+from sglang_afd.dispatch.step_plan import Path as RowPath
+from sglang_afd.kernels.exchange_reference import drawn_ids
 from sglang_afd.topology import Topology
 from tests.support import exchange_world as world
-from tests.support.exchange_world import FACTS, Failing, Output, Run
+from tests.support.exchange_world import CAPS, FACTS, Failing, Output, Run
 from tests.support.processes import wait_until
 from tests.support.seeds import fresh_seed
 
@@ -65,6 +68,39 @@ def test_rows_come_back_as_from_one_process(tmp_path: Path, topology: Topology) 
         for place, result in outputs[rank].results.items():
             other = again[rank].results[place]
             assert torch.equal(other.view(torch.uint8), result.view(torch.uint8)), place
+
+
+@pytest.mark.parametrize("whole", [Topology(3, 1), Topology(1, 3), Topology(4, 2)], ids=str)
+def test_emulated_ranks_send_rows_of_their_own(tmp_path: Path, whole: Topology) -> None:
+    """In decode rounds alone F gets rows for them, as many as the draws have for its experts; the
+    real rank gets what the experts that are there make of its own."""
+    run = Run(Topology(1, 1), torch.float32, fresh_seed(), STEPS, whole)
+    attention, ffn = exchange(tmp_path / "world", [run], jitter=run.seed)
+    for step in range(STEPS):
+        for layer in FACTS.layers:
+            _check(run, attention.results[0, step, layer], step, layer, 0)
+    assert ffn.received == [(0, rows) for rows in _rows_of_all_sources(run)]
+
+
+def _rows_of_all_sources(run: Run) -> list[int]:
+    """Rows that the F rank must receive in every round."""
+    emulation, cap = run.emulation, CAPS.decode
+    draws = draw(emulation, 0, cap=cap, num_experts=FACTS.num_experts, top_k=FACTS.top_k)
+    present = emulation.present_experts(FACTS.num_experts)
+    wanted, taken = [], 0
+    for step in range(run.steps):
+        for layer in FACTS.layers:
+            ids = run.inputs(step, layer, 0).expert_ids
+            for round_ in run.plan(step, 0).rounds:
+                own = ids[round_.rows_of(0)]
+                sources = [own]
+                if round_.path is RowPath.DECODE:
+                    sources += drawn_ids(own, draws[taken % len(draws)]).unbind()
+                    taken += 1
+                hits = (((i >= 0) & (i < present)).any(dim=1).sum() for i in sources)
+                wanted.append(int(sum(hits)))
+    assert taken > len(draws), "the draws were to come again"
+    return wanted
 
 
 def _check(run: Run, result: torch.Tensor, step: int, layer: int, rank: int) -> None:

@@ -33,6 +33,7 @@ from sglang_afd.dispatch.transport import (
     RowBatch,
     Transport,
 )
+from sglang_afd.emulation import Emulation
 from sglang_afd.families import FAMILIES, MoeFacts
 from sglang_afd.ffn.serve import Experts, serve_eagerly
 from sglang_afd.observe.stages import HostClock, Stage, StepTimer
@@ -51,6 +52,12 @@ class Run:
     dtype: torch.dtype
     seed: int
     steps: int
+    whole: Topology | None = None
+    """What the world stands for, if ranks are emulated."""
+
+    @property
+    def emulation(self) -> Emulation:
+        return Emulation(self.topology, self.whole or self.topology)
 
     def rows(self, step: int) -> list[int]:
         """Rows that each world rank sends: all lengths in turn, the first rank idle at times."""
@@ -109,7 +116,8 @@ def reference(run: Run, step: int, layer: int, rank: int) -> tuple[torch.Tensor,
     """[n, H] float32: what `rank` must get, and the sum of its terms' absolute values."""
     hidden, ids, weights = run.inputs(step, layer, rank)
     total, size = torch.zeros(2, *hidden.shape)
-    for row, place in (ids >= 0).nonzero().tolist():
+    present = run.emulation.present_experts(FACTS.num_experts)
+    for row, place in ((ids >= 0) & (ids < present)).nonzero().tolist():
         output = run_expert(layer, int(ids[row, place]), hidden[row : row + 1].float())[0]
         total[row] += weights[row, place] * output
         size[row] += (weights[row, place] * output).abs()
@@ -129,7 +137,7 @@ def exchange(rank: int, folder: str, runs: Sequence[Run], timeout: float, jitter
     delays = random.Random(f"{jitter} {rank}")
     output = Output({}, [])
     for number, run in enumerate(runs):
-        transport = _transport(run.topology, rank, run.dtype, timeout)
+        transport = _transport(run.topology, rank, run.dtype, timeout, run.emulation)
         if run.topology.role_of(rank) is Role.ATTENTION:
             _attend(run, number, rank, transport, output, delays)
         else:
@@ -161,7 +169,7 @@ def _attend(
 def _serve(
     run: Run, number: int, rank: int, transport: Transport, output: Output, delays: random.Random
 ) -> None:
-    owned = run.topology.experts_of(rank, FACTS.num_experts)
+    owned = run.emulation.experts_of(rank, FACTS.num_experts)
 
     def of(layer: int) -> Experts:
         def experts(batch: RowBatch | MaskedBatch) -> torch.Tensor:
@@ -246,7 +254,13 @@ def _join(rank: int, folder: str, world_size: int, timeout: float) -> None:
     )
 
 
-def _transport(topology: Topology, rank: int, dtype: torch.dtype, timeout: float) -> GlooTransport:
+def _transport(
+    topology: Topology,
+    rank: int,
+    dtype: torch.dtype,
+    timeout: float,
+    emulation: Emulation | None = None,
+) -> GlooTransport:
     return GlooTransport(
         topology=topology,
         rank=rank,
@@ -256,6 +270,7 @@ def _transport(topology: Topology, rank: int, dtype: torch.dtype, timeout: float
         dtype=dtype,
         caps=CAPS,
         timeout=timeout,
+        emulation=emulation,
     )
 
 

@@ -109,6 +109,18 @@ def lanes(layout: Layout, count: int, *flags: str) -> Layout:
     return replace(layout, flags=(*layout.flags, "--afd-lanes", str(count), *flags), note=note)
 
 
+def emulating(layout: Layout, *, attention: int = 0, ffn: int = 0) -> Layout:
+    """`layout`, measured as so many attention and FFN ranks; 0: as many as there are."""
+    flags = [
+        *(("--afd-emulate-attention-ranks", str(attention)) if attention else ()),
+        *(("--afd-emulate-ffn-ranks", str(ffn)) if ffn else ()),
+    ]
+    whole = f"as{attention or layout.attention}A{ffn or layout.ffn}F"
+    note = f"{layout.note}-{whole}".strip("-")
+    marked = (*layout.flags, *flags, "--afd-emulation-is-not-the-model")
+    return replace(layout, flags=marked, note=note)
+
+
 def speculating(layout: Layout, steps: int, topk: int, tokens: int) -> Layout:
     """`layout`, small, where the checkpoint's draft speculates; an exchange takes as many rows as
     the requests at once have tokens to verify, and no more."""

@@ -20,6 +20,7 @@ from sglang_afd.dispatch.channel import (
 from sglang_afd.dispatch.nvlink import NvlinkTransport
 from sglang_afd.dispatch.step_plan import Caps
 from sglang_afd.dispatch.transport import RoutedRows
+from sglang_afd.emulation import Emulation
 from sglang_afd.kernels import exchange_reference as reference
 from sglang_afd.topology import Topology
 
@@ -105,15 +106,33 @@ def expected(rows: RoutedRows, num_experts: int, ffn_ranks: int) -> torch.Tensor
     return reference.sum_replies(torch.stack(replies), rows.expert_ids, per_rank)
 
 
+def present_part(rows: RoutedRows, experts: int) -> RoutedRows:
+    """`rows` with places for the first `experts` alone: the others have no rank."""
+    ids = torch.where(rows.expert_ids < experts, rows.expert_ids, -1)
+    return rows._replace(expert_ids=ids)
+
+
 def make_transports(
-    topology: Topology, num_experts: int, shape: Shape, caps: Caps, lanes: int
+    topology: Topology,
+    num_experts: int,
+    shape: Shape,
+    caps: Caps,
+    lanes: int,
+    *,
+    emulation: Emulation | None = None,
+    memory: list[torch.Tensor] | None = None,
+    device: str = "cpu",
+    timeout: float = 5.0,
 ) -> list[NvlinkTransport]:
-    """The transport of every rank, over arenas that are ordinary memory."""
-    memory: list[torch.Tensor] = []
+    """The transport of every rank, over arenas that are ordinary memory; `memory` gets those."""
+    memory = [] if memory is None else memory
 
     def arena(rank: int, size: int) -> Arena:
         if not memory:
-            memory.extend(torch.zeros(size, dtype=torch.uint8) for _ in range(topology.world_size))
+            memory.extend(
+                torch.zeros(size, dtype=torch.uint8, device=device)
+                for _ in range(topology.world_size)
+            )
         assert memory[rank].numel() == size
         return Arena(memory[rank], tuple(local.data_ptr() for local in memory))
 
@@ -126,9 +145,10 @@ def make_transports(
             top_k=shape.top_k,
             dtype=shape.dtype,
             caps=caps,
-            timeout=5.0,
+            timeout=timeout,
             make_arena=partial(arena, rank),
             lanes=lanes,
+            emulation=emulation,
         )
         for rank in range(topology.world_size)
     ]

@@ -18,12 +18,16 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
+from sglang_afd.dispatch import drawn, draws
 from sglang_afd.dispatch.channel import Shape, Span, layouts
 from sglang_afd.dispatch.step_plan import Caps, Path, Round
 from sglang_afd.dispatch.transport import RoutedRows
+from sglang_afd.emulation import Emulation
+from sglang_afd.kernels import drawn as drawn_kernels
 from sglang_afd.kernels import exchange as kernels
 from sglang_afd.kernels import exchange_reference as reference
 from sglang_afd.topology import Topology
+from tests.support.emulated import exchange_of_sources
 from tests.support.local_ends import (
     Ends,
     expected,
@@ -122,7 +126,7 @@ def make(at: Sizes, patch: pytest.MonkeyPatch) -> Ends:
 
     Before and after the channel lie bytes that `exchange` expects as they are.
     """
-    patch.setattr(kernels, "_MAX_BLOCK", at.block_size)
+    patch.setattr(kernels, "MAX_BLOCK", at.block_size)
     world = Topology(at.attention, at.ffn)
     ends = make_ends(world, at.experts, at.shape, offset=MARGIN, blocks=at.blocks)
     for rank, memory in enumerate(ends.memory):
@@ -261,6 +265,20 @@ def test_rounds_of_all_lanes_and_a_block_are_under_way_at_once(order: tuple[int,
         for rows, handles in sent:
             for n in range(2):
                 assert torch.equal(senders[n].combine(handles[n]), expected(rows[n], experts, 1))
+
+
+@pytest.mark.parametrize(
+    ("attention", "ffn", "tp"), [(3, 1, 1), (1, 2, 1), (4, 3, 1), (2, 2, 2)], ids=str
+)
+def test_emulated_ranks_send_rows_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, attention: int, ffn: int, tp: int
+) -> None:
+    """Two lanes, and more exchanges than draws."""
+    monkeypatch.setattr(draws, "DRAWS", 2)
+    monkeypatch.setattr(drawn, "BLOCKS", 2)
+    monkeypatch.setattr(drawn_kernels, "MAX_BLOCK", 16)
+    emulation = Emulation(Topology(1, 1, tp), Topology(attention, ffn, tp))
+    exchange_of_sources(emulation, Shape(3, 48, 3, FP32), per_rank=4, lanes=2)
 
 
 def rows_for(ends: Ends) -> RoutedRows:

@@ -26,6 +26,7 @@ from benchmarks.models import SHAPES, Model, NoModel, prepare
 from benchmarks.record import RESULTS, ROOT
 from benchmarks.results_folder import look
 from sglang_afd.config import TRANSPORTS
+from sglang_afd.flags import add_flags
 
 pytestmark = pytest.mark.unit
 
@@ -112,6 +113,10 @@ def test_fastafds_presets_have_its_figures(
             },
             "emulation",
         ),
+        (
+            {"systems": {"stock": {"layout": "afd", "emulated_ffn_ranks": 1}}},
+            r"systems\.stock\.emulated_ffn_ranks: 1 is less than 2",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_with_file_and_key(
@@ -127,6 +132,16 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
     file = tmp_path / "some.json"
     file.write_bytes(msgspec.json.encode({k: v for k, v in GOOD.items() if k != "model"}))
     with pytest.raises(BadConfiguration, match="model"):
+        load(file)
+
+
+def test_emulated_ranks_serve_no_whole_requests(tmp_path: Path) -> None:
+    load_ = {"kind": "serving", "input": 4, "output": 4, "requests": 4, "concurrency": 2}
+    kept = {name: GOOD[name] for name in ("regime", "model", "baseline")}
+    systems_ = {kept["baseline"]: {"layout": "afd", "emulated_attention_ranks": 3}}
+    file = tmp_path / "some.json"
+    file.write_bytes(msgspec.json.encode({**load_, **kept, "systems": systems_}))
+    with pytest.raises(BadConfiguration, match="do not prefill"):
         load(file)
 
 
@@ -238,5 +253,8 @@ def test_the_documents_example_is_a_configuration(tmp_path: Path) -> None:
     assert set(load(file)["example"].compared()) == {"megamoe", "1A1F"}
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", document))
     [commands] = (a for a in command.parser()._actions if isinstance(a, argparse._SubParsersAction))
-    known = {o for c in commands.choices.values() for a in c._actions for o in a.option_strings}
+    server = argparse.ArgumentParser()
+    add_flags(server)
+    parsers = [server, *commands.choices.values()]
+    known = {o for p in parsers for a in p._actions for o in a.option_strings}
     assert flags - known == {"--decode-log-interval"}

@@ -191,6 +191,10 @@ def test_both_get_the_same_requests_in_seeded_order(bench: Bench) -> None:
             {"internal_states": [{"afd": {"config": {**LAYOUT, "transport": "deepep"}}}]},
             "transport differs: gloo and deepep",
         ),
+        (
+            {"internal_states": [{"afd": {"config": dict(LAYOUT), "emulated": {"ffn_ranks": 4}}}]},
+            "the candidate emulates ranks: its answers are not the model's",
+        ),
     ],
 )
 def test_other_identities_are_not_ranked(bench: Bench, changes: dict[str, Any], says: str) -> None:

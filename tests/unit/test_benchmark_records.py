@@ -67,6 +67,25 @@ def test_what_does_not_count_says_why(made: records.Record, says: str) -> None:
     assert any(says in reason for reason in made.verdict.reasons), made.verdict.reasons
 
 
+@pytest.mark.parametrize(
+    ("told", "emulated", "says"),
+    [
+        ({"ffn_ranks": 4}, ["b"], None),
+        (None, [], None),
+        ({"ffn_ranks": 4}, [], "b, round 1: the server emulates ranks, its system says otherwise"),
+        (None, ["b"], "b, round 1: the server emulates no ranks, its system says otherwise"),
+    ],
+)
+def test_a_record_is_marked_as_its_servers_are(
+    told: dict[str, Any] | None, emulated: list[str], says: str | None
+) -> None:
+    """Also where the flags came with a system's `args`."""
+    own = turn("b", 1, 10, result={"holdings": {"afd": {"emulated": told}}})
+    rest = [turn("a", 1, 20), turn("a", 2, 20), turn("b", 2, 10)]
+    made = record(own, *rest, emulated=emulated)
+    assert made.verdict.reasons == ([says] if says else [])
+
+
 def test_parts_of_a_script_that_failed_are_named() -> None:
     result = {"results": {"deepep": {"2048": {"failed": "exit codes [1, 1]"}}}}
     made = record(

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from sglang_afd.dispatch.buffers import Buffers, Rows, deepep, gloo, nvlink
 from sglang_afd.dispatch.channel import Shape, channel_bytes
+from sglang_afd.dispatch.draws import draw
+from sglang_afd.emulation import Emulation
 from sglang_afd.topology import Topology
 from tests.support.fake_deep_ep import Buffer
 
@@ -92,6 +94,26 @@ def test_nvlink_keeps_what_its_channels_take(
     assert taken <= held.ffn.kept < taken + 2 * 2**21
 
 
+@given(st.integers(2, 16), st.integers(1, 4), st.integers(1, 3), st.integers(1, 64))
+def test_nvlink_keeps_parts_and_draws_of_emulated_ranks(
+    attention: int, ffn: int, lanes: int, decode: int
+) -> None:
+    """As many parts in decode channels as the whole has attention ranks; draws on A alone."""
+    real, top_k = Topology(1, 1), 4
+    emulation = Emulation(real, Topology(attention, ffn))
+    shape = rows(hidden_size=256, top_k=top_k, decode=decode, block=64, lanes=lanes)
+    held = nvlink(real, shape._replace(emulated=attention - 1))
+    form = Shape(decode, 256, top_k, torch.bfloat16)
+    taken = lanes * channel_bytes(emulation.served, form, attention)
+    taken += channel_bytes(real, form._replace(cap=64))
+    assert taken <= held.ffn.kept < taken + 2 * 2**21
+    drawn = draw(emulation, 0, cap=decode, num_experts=8, top_k=top_k)
+    assert held.attention.kept - held.ffn.kept == lanes * drawn.nbytes
+    sources = rows(hidden_size=256, top_k=top_k, decode=attention * decode, block=64, lanes=lanes)
+    outputs = nvlink(real, sources).ffn.passing
+    assert outputs <= held.ffn.passing <= 2 * outputs  # and copies of rows of several sources
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_nvlink_keeps_what_was_measured(dtype: str) -> None:
     """Both ranks shared a GPU, so that each one's measurement holds what both of them took."""
@@ -106,6 +128,9 @@ def test_gloo_keeps_nothing() -> None:
     held = gloo(Topology(2, 1), rows())
     assert held.attention.kept == held.ffn.kept == 0
     assert held.attention.passing > 2048 * 4096 * 2 and held.ffn.passing > held.attention.passing
+    more = gloo(Topology(1, 1), rows(decode=2048, emulated=3))
+    many = gloo(Topology(4, 1), rows(decode=2048))
+    assert more.ffn == many.ffn and more.attention.passing > many.attention.passing
 
 
 @pytest.mark.parametrize("transport", [gloo, nvlink])

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path as File
 from typing import Any
 
 import pytest
@@ -20,15 +20,17 @@ from hypothesis import strategies as st
 from triton import JITFunction
 
 from sglang_afd.dispatch.channel import Layout, Shape, Span, channel_bytes, layouts
+from sglang_afd.dispatch.step_plan import Caps, Path, Round
 from sglang_afd.dispatch.transport import RoutedRows
+from sglang_afd.emulation import Emulation
 from sglang_afd.kernels import exchange_reference as reference
 from sglang_afd.topology import Topology
-from tests.support.local_ends import make_ends, run_experts
+from tests.support.local_ends import make_ends, make_transports, run_experts
 
 pytestmark = pytest.mark.unit
 
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = Path(__file__).with_name("exchange_in_interpreter.py")
+ROOT = File(__file__).resolve().parents[2]
+INTERPRETED = File(__file__).with_name("exchange_in_interpreter.py")
 
 
 def test_kernels_in_the_interpreter() -> None:
@@ -47,9 +49,10 @@ def test_kernels_in_the_interpreter() -> None:
     assert done.returncode == 0
 
 
-def test_no_exchange_compiles_a_kernel_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its counts and wherever its rows lie; compiling takes long, and lanes wait then."""
-    seen = defaultdict(set)
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], set[Any]]:
+    """What launches give Triton to compile for, by kernel and parameter; nothing runs."""
+    seen: dict[tuple[str, str], set[Any]] = defaultdict(set)
 
     def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         values = {**dict(zip(kernel.arg_names, args)), **options}
@@ -63,6 +66,11 @@ def test_no_exchange_compiles_a_kernel_anew(monkeypatch: pytest.MonkeyPatch) -> 
             seen[kernel.__name__, parameter.name].add(value)
 
     monkeypatch.setattr(JITFunction, "run", run)
+    return seen
+
+
+def test_no_exchange_compiles_a_kernel_anew(seen: dict[tuple[str, str], set[Any]]) -> None:
+    """Whatever its counts and wherever its rows lie; compiling takes long, and lanes wait then."""
     ends = make_ends(Topology(3, 1), 6, Shape(32, 16, 5, torch.bfloat16))
     hidden, ids, weights = torch.zeros(22, 16).bfloat16(), torch.zeros(22, 5), torch.zeros(22, 5)
     for start, stop in ((0, 1), (1, 17), (17, 22)):
@@ -76,6 +84,22 @@ def test_no_exchange_compiles_a_kernel_anew(monkeypatch: pytest.MonkeyPatch) -> 
     assert {kernel for kernel, _ in seen} == {"_send_rows", "_wait", "_return_rows", "_sum_replies"}
     several = {name: values for name, values in seen.items() if len(values) > 1}
     assert several == {("_wait", "COUNTS_HERE"): {True, False}}  # a role has one of them
+
+
+def test_no_exchange_of_emulated_ranks_does(seen: dict[tuple[str, str], set[Any]]) -> None:
+    """With as many rows as the real rank has, none among them, from wherever they lie."""
+    emulation = Emulation(Topology(1, 1), Topology(4, 2))
+    shape = Shape(16, 16, 5, torch.bfloat16)
+    sender, _ = make_transports(
+        emulation.real, 12, shape, Caps(16, 16), lanes=2, emulation=emulation
+    )
+    hidden, ids, weights = torch.zeros(22, 16).bfloat16(), torch.zeros(22, 5), torch.zeros(22, 5)
+    for start, stop in ((0, 0), (0, 1), (1, 17), (17, 22)):
+        for lane in range(2):
+            rows = RoutedRows(*(part[start:stop] for part in (hidden, ids.long(), weights)))
+            sender.dispatch(rows, Round(Path.DECODE, 0, (stop - start, 0), lane))
+    assert {kernel for kernel, _ in seen} == {"_send_rows", "_send_drawn"}
+    assert all(len(values) == 1 for values in seen.values()), seen
 
 
 shapes = st.builds(

@@ -64,6 +64,13 @@ def test_prompts_are_cut_to_what_a_request_may_have(tmp_path: Path) -> None:
     assert max(map(len, made.prompts.prompts)) == 1500 - 8 - 2
 
 
+def test_emulated_attention_ranks_stand_in_the_layout(tmp_path: Path) -> None:
+    """The real rank's answers are the model's, so they may be compared."""
+    one = ("--afd-attention-ranks", "1", "--afd-ffn-ranks", "1")
+    emulated = ("--afd-emulate-attention-ranks", "3", "--afd-emulation-is-not-the-model")
+    assert settle(tmp_path, *one, *emulated).layout == "1A1F over gloo, measured as 3A1F"
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -82,6 +89,11 @@ def test_prompts_are_cut_to_what_a_request_may_have(tmp_path: Path) -> None:
             ["--afd-attention-ranks", "1", "--afd-ffn-ranks", "1", "--afd-role", "ffn",
              "--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "127.0.0.1:25000"],
             "--afd-role starts a part",
+        ),
+        (
+            ["--afd-attention-ranks", "1", "--afd-ffn-ranks", "1", "--afd-emulate-ffn-ranks", "2",
+             "--afd-emulation-is-not-the-model"],
+            "leaves experts out",
         ),
         (["--max-total-tokens", "many"], "must be an integer"),
     ],
