@@ -18,7 +18,7 @@ START = 400.0  # seconds; Triton compiles, and servers start beside each other
 COMMON = (
     *("--dtype", "bfloat16", "--attention-backend", "fa3", "--sampling-backend", "pytorch"),
     *("--skip-server-warmup", "--random-seed", "1", "--enable-fp32-lm-head", "--page-size", "1"),
-    *("--mem-fraction-static", "0.5", "--chunked-prefill-size", "64", "--stream-interval", "1"),
+    *("--mem-fraction-static", "0.85", "--chunked-prefill-size", "64", "--stream-interval", "1"),
 )
 """Small chunks, and a lm_head whose logits do not tie."""
 AFD = ("--afd-attention-ranks", "1", "--afd-ffn-ranks", "1", "--afd-transport", "nvlink")

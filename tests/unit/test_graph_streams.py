@@ -108,7 +108,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def test_ffn_ranks_replay_one_round_and_serve_all_else_eagerly(cuda: Cuda) -> None:
     """Decode on its own stream, so that no block of a prefill is in its way."""
-    server = GraphServer([experts] * LAYERS, Transport(cuda), TIMER)
+    server = GraphServer([experts] * LAYERS, Transport(cuda), TIMER, 1)
     assert cuda.taken() == ["own: DECODE 0"] * LAYERS + ["current: recorded"]
     for step, wanted in (
         (plan(4, 0), ["own: replay"]),
@@ -125,7 +125,7 @@ def test_rounds_without_rows_are_between_what_comes_before_and_after_the_forward
     cuda: Cuda,
 ) -> None:
     """A rank's exchanges of one path count on: their order must be the same on all streams."""
-    empty = EmptyRounds(Transport(cuda), LAYERS, RoutedRows(NOTHING, NOTHING, NOTHING))
+    empty = EmptyRounds(Transport(cuda), LAYERS, RoutedRows(NOTHING, NOTHING, NOTHING), 0)
     assert cuda.taken() == ["own: DECODE 0"] * LAYERS + ["current: recorded"]
     empty.start(2)
     assert cuda.taken() == ["own waits for current", "own: replay", "own: replay"]
