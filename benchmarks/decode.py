@@ -179,9 +179,7 @@ def measure_on(ready: Ready | Exception, *, profiled_steps: int = 0) -> dict[str
         raise ready
     system, server, load, model, args, _ = ready
     judged = drive(server, load, model)
-    profile = {}
-    if profiled_steps:
-        profile = {"profile": _profile(ready, profiled_steps)}
+    profile = _profile(ready, profiled_steps) if profiled_steps else {}
     return {
         "start_seconds": server.start_seconds,
         "arguments": _without_paths(args, model),
@@ -194,8 +192,17 @@ def measure_on(ready: Ready | Exception, *, profiled_steps: int = 0) -> dict[str
     }
 
 
-def _profile(ready: Ready, steps: int) -> list[dict[str, Any]]:
-    """Ask once more, and profile some steps at the full batch; what every rank's GPU did."""
+def _profile(ready: Ready, steps: int) -> dict[str, Any]:
+    """What every rank's GPU did in some steps, or why that is not known: the steps measured before
+    stand without it."""
+    try:
+        return {"profile": msgspec.to_builtins(_profiled(ready, steps))}
+    except FAILURES as error:
+        return {"profile_failed": f"{type(error).__name__}: {error}"}
+
+
+def _profiled(ready: Ready, steps: int) -> list[kernels.Gpu]:
+    """Ask once more, and profile some steps at the full batch."""
     server, load = ready.server, ready.load
     folder = ready.folder / "profile"
     folder.mkdir(exist_ok=True)
@@ -207,9 +214,9 @@ def _profile(ready: Ready, steps: int) -> list[dict[str, Any]]:
         while not answers.done() and not _is_full(server, before, load.asked):
             time.sleep(0.02)
         body = {"output_dir": str(folder), "num_steps": passes, "with_stack": False}
-        server.call("/start_profile", body, timeout=load.timeout)
+        server.post("/start_profile", body, timeout=load.timeout)
         answers.result()
-    return [msgspec.to_builtins(rank) for rank in kernels.of_folder(folder, steps, load.timeout)]
+    return kernels.of_folder(folder, steps, load.timeout)
 
 
 def _is_full(server: Server, offset: int, asked: Asked) -> bool:

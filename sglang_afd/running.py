@@ -47,6 +47,10 @@ class Server:
         """GET `path`, or POST `body` to it; the decoded JSON answer."""
         return call(self.url + path, body, timeout)
 
+    def post(self, path: str, body: dict[str, Any], timeout: float = 300) -> None:
+        """POST `body` to `path`, whatever the answer's text."""
+        _ask(self.url + path, body, timeout)
+
 
 def call(
     url: str,
@@ -55,12 +59,21 @@ def call(
     headers: Mapping[str, str] | None = None,
 ) -> Any:
     """GET `url`, or POST `body` to it; the decoded JSON answer."""
+    return json.loads(_ask(url, body, timeout, headers))
+
+
+def _ask(
+    url: str,
+    body: dict[str, Any] | None,
+    timeout: float,
+    headers: Mapping[str, str] | None = None,
+) -> bytes:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
         url, data, {"content-type": "application/json", **(headers or {})}
     )
     with urllib.request.urlopen(request, timeout=timeout) as answer:
-        return json.loads(answer.read())
+        return answer.read()
 
 
 @contextmanager
