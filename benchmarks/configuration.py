@@ -37,6 +37,8 @@ class _System(_Strict, kw_only=True, frozen=True):
     """Fields of the model's config.json that this system alone has otherwise."""
     args: list[str] = []
     """More flags of this server."""
+    environment: dict[str, str] = {}
+    """Environment variables of this server alone."""
 
 
 class Afd(_System, kw_only=True, frozen=True, tag_field="layout", tag="afd"):

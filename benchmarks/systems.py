@@ -90,7 +90,11 @@ def served(
         logs=logs,
         port=running.free_port(),
         module="sglang.launch_server" if stock else "sglang_afd.launch_server",
-        environment={"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false", **environment},
+        environment={
+            "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
+            **environment,
+            **system.environment,
+        },
         timeout=timeout,
         tick=starting(name),
     ) as server:

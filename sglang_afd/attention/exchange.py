@@ -11,6 +11,7 @@ from sglang_afd.attention.empty_rounds import EmptyRounds
 from sglang_afd.context import RankContext
 from sglang_afd.dispatch.step_plan import Path, Round, StepPlan, recorded
 from sglang_afd.dispatch.transport import RoutedRows, Transport
+from sglang_afd.dispatch.turns import NoTurns, Turns
 from sglang_afd.observe.stages import Stage
 
 
@@ -20,6 +21,8 @@ class AttentionExchange:
     def __init__(self, context: RankContext, transport: Transport) -> None:
         self._context, self._transport = context, transport
         self._empty_rounds: Sequence[EmptyRounds] = ()
+        self._turns: Turns = NoTurns()
+        self._recorded_layers = 0
         self._plan: StepPlan | None = None
         self._rounds: tuple[Round, ...] = ()
         self._layers_left = 0
@@ -27,6 +30,10 @@ class AttentionExchange:
     def use(self, empty_rounds: Sequence[EmptyRounds]) -> None:
         """From now on decode rounds without rows of this rank's go their own way, by lane."""
         self._empty_rounds = empty_rounds
+
+    def take_turns(self, turns: Turns) -> None:
+        """What graphs record from now on lies in turns of its lane, from exchange to exchange."""
+        self._turns = turns
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -104,7 +111,16 @@ class AttentionExchange:
                 f"--cuda-graph-max-bs-decode and --cuda-graph-bs-decode"
             )
         rows = RoutedRows(hidden, expert_ids, weights)
-        return self._transport.combine(self._transport.dispatch(rows, recorded(self._context.lane)))
+        layers = len(self._context.facts.layers)
+        layer = self._recorded_layers % layers
+        self._recorded_layers += 1
+        sent = self._transport.dispatch(rows, recorded(self._context.lane))
+        if layer:
+            self._turns.end()
+        combined = self._transport.combine(sent)
+        if layer < layers - 1:
+            self._turns.take()
+        return combined
 
     def __call__(
         self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor

@@ -16,6 +16,7 @@ from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext, current, enter
 from sglang_afd.dispatch.step_plan import StepPlan
 from sglang_afd.dispatch.transport import ExchangeError, RoutedRows, Transport
+from sglang_afd.dispatch.turns import turns_of
 from sglang_afd.families import family_of
 from sglang_afd.ffn.graph import GraphServer
 from sglang_afd.ffn.serve import serve_eagerly
@@ -99,6 +100,8 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         with naming_peers():
             transport.load()
         exchange = AttentionExchange(context, transport)
+        if context.role is Role.ATTENTION and graphs.wanted(transport):
+            exchange.take_turns(turns_of(config.lanes, "cuda", config.exchange_timeout))
         expert_layers.connect(exchange)
 
     def load_kernels(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -112,8 +115,11 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             for batch in transport.samples():
                 experts[0](batch)
             if graphs.wanted(transport):
+                turns = turns_of(config.lanes, "cuda", config.exchange_timeout)
                 serve_plan = measure_graphs(
-                    lambda: GraphServer(experts, transport, context.timer, config.lanes)
+                    lambda: GraphServer(
+                        experts, transport, context.timer, lanes=config.lanes, turns=turns
+                    )
                 ).serve
             else:
                 serve_plan = partial(

@@ -22,6 +22,7 @@ from sglang_afd.dispatch.channel import Shape
 from sglang_afd.dispatch.nvlink import NvlinkTransport
 from sglang_afd.dispatch.step_plan import Caps, Path, StepKind, StepPlan
 from sglang_afd.dispatch.transport import MaskedBatch, RoutedRows, RowBatch
+from sglang_afd.dispatch.turns import NoTurns, Turns, turns_of
 from sglang_afd.families import FAMILIES, MoeFacts
 from sglang_afd.ffn.graph import GraphServer
 from sglang_afd.observe.stages import HostClock, Stage, StepTimer
@@ -63,11 +64,18 @@ class Graphs(NamedTuple):
 class AttentionRank:
     """One A rank: its exchange, every lane's graphs and stream, and one more for prefills."""
 
-    def __init__(self, config: AfdConfig, rank: int, transport: NvlinkTransport) -> None:
+    def __init__(
+        self,
+        config: AfdConfig,
+        rank: int,
+        transport: NvlinkTransport,
+        turns: Turns = NoTurns(),  # noqa: B008 - it has no state
+    ) -> None:
         self.streams = [torch.cuda.Stream() for _ in range(config.lanes + 1)]
         family = FAMILIES["Qwen3MoeForCausalLM"]
         self.context = RankContext(config, rank, family, FACTS, {}, caps=CAPS)
         self.exchange = AttentionExchange(self.context, transport)
+        self.exchange.take_turns(turns)
         self.lanes = [self._record(lane) for lane in range(config.lanes)]
         none = RoutedRows(*(field[:0] for field in self.lanes[0].inputs[BUCKETS[0]]))
         self.exchange.use(
@@ -222,7 +230,7 @@ def test_replays_and_eager_steps_give_the_same_bits(
         count_and_run(batch)
     torch.cuda.synchronize()
     got.zero_()
-    server = GraphServer([count_and_run] * LAYERS, transports[-1], TIMER, 1)
+    server = GraphServer([count_and_run] * LAYERS, transports[-1], TIMER, lanes=1, turns=NoTurns())
     ranks = [
         AttentionRank(config, rank, transport) for rank, transport in enumerate(transports[:-1])
     ]
@@ -261,7 +269,7 @@ def test_a_prefill_does_not_hold_up_the_decode_of_others() -> None:
     topology = config.topology
     transports = transports_of(config)
     exchange_once(topology, transports)
-    server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER, 1)
+    server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER, lanes=1, turns=NoTurns())
     decoding, extending = (
         AttentionRank(config, rank, transport) for rank, transport in enumerate(transports[:-1])
     )
@@ -303,8 +311,11 @@ LANES = 2
 DELAY = 300_000  # cycles: up to 0.2 ms, some of these steps' lengths
 
 
+@pytest.mark.parametrize("in_turns", [False, True])
 @pytest.mark.parametrize("attention_ranks", [1, 2])
-def test_lanes_beside_one_another_give_the_bits_of_lanes_in_turn(attention_ranks: int) -> None:
+def test_lanes_beside_one_another_give_the_bits_of_lanes_in_turn(
+    attention_ranks: int, in_turns: bool
+) -> None:
     """Two decode lanes and prefills, all streams held up at random, nothing waits for results."""
     print(f"SEED={SEED}")
     draw = random.Random(SEED)
@@ -313,9 +324,13 @@ def test_lanes_beside_one_another_give_the_bits_of_lanes_in_turn(attention_ranks
     )
     transports = transports_of(config)
     exchange_once(config.topology, transports, LANES)
-    server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER, LANES)
+    turns = [
+        turns_of(LANES if in_turns else 1, "cuda", 20.0) for _ in range(config.topology.world_size)
+    ]
+    server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER, lanes=LANES, turns=turns[-1])
     ranks = [
-        AttentionRank(config, rank, transport) for rank, transport in enumerate(transports[:-1])
+        AttentionRank(config, rank, transport, turns[rank])
+        for rank, transport in enumerate(transports[:-1])
     ]
     served = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -338,3 +353,29 @@ def test_lanes_beside_one_another_give_the_bits_of_lanes_in_turn(attention_ranks
         for plan, rows, outputs in results:
             for output in outputs:
                 assert torch.equal(output, expected(rows, EXPERTS, 1)), plan
+
+
+def test_work_in_turns_never_runs_side_by_side() -> None:
+    """Two streams count up and down what is at work, in 200 turns each; nobody sees another."""
+    turns = turns_of(2, "cuda", 20.0)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    at_work, most = torch.zeros(2, 1, dtype=torch.int64, device="cuda")
+    draw = random.Random(SEED)
+    one = torch.ones_like(at_work)
+    for _ in range(3):  # loads the kernels
+        at_work += one
+        torch.maximum(most, at_work, out=most)
+        at_work -= one
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(draw.randrange(20_000))
+                turns.take()
+                at_work += one
+                torch.cuda._sleep(draw.randrange(20_000))
+                torch.maximum(most, at_work, out=most)
+                at_work -= one
+                turns.end()
+    torch.cuda.synchronize()
+    assert int(most) == 1 and int(at_work) == 0

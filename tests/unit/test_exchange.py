@@ -218,6 +218,32 @@ def test_a_lanes_rounds_without_rows_are_its_own(lane: int) -> None:
     assert [len(of_lane.calls) for of_lane in empty] == [2 * (i == lane) for i in range(2)]
 
 
+def test_recorded_work_between_exchanges_lies_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn begins with what came back and ends when rows are sent; what is before the first
+    exchange and behind the last has none, so that turns are whole in every graph."""
+    _, transport, exchange = make(serving=False)
+    calls: list[str] = []
+
+    class Recorded:
+        def take(self) -> None:
+            calls.append("take")
+
+        def end(self) -> None:
+            calls.append("end")
+
+    for name in ("dispatch", "combine"):
+        original = getattr(transport, name)
+        monkeypatch.setattr(
+            transport, name, lambda *a, o=original, n=name: (calls.append(n), o(*a))[1]
+        )
+    exchange.take_turns(Recorded())
+    for _ in range(2):  # buckets
+        for _ in FACTS.layers:
+            exchange._recorded(*some_rows(2))
+        assert calls == ["dispatch", "combine", "take", "dispatch", "end", "combine"]
+        calls.clear()
+
+
 def test_a_rank_with_rows_or_without_graphs_needs_its_forward() -> None:
     context, _, exchange, empty = with_graphs(0)
     assert not exchange.skips()  # no step is agreed

@@ -11,6 +11,7 @@ import torch
 from sglang_afd.attention.empty_rounds import EmptyRounds
 from sglang_afd.dispatch.step_plan import Caps, Round, StepKind, StepPlan
 from sglang_afd.dispatch.transport import MaskedBatch, RoutedRows, RowBatch
+from sglang_afd.dispatch.turns import NoTurns
 from sglang_afd.ffn.graph import GraphServer
 from sglang_afd.observe.stages import HostClock, Stage, StepTimer
 
@@ -108,7 +109,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def test_ffn_ranks_replay_one_round_and_serve_all_else_eagerly(cuda: Cuda) -> None:
     """Decode on its own stream, so that no block of a prefill is in its way."""
-    server = GraphServer([experts] * LAYERS, Transport(cuda), TIMER, 1)
+    server = GraphServer([experts] * LAYERS, Transport(cuda), TIMER, lanes=1, turns=NoTurns())
     assert cuda.taken() == ["own: DECODE 0"] * LAYERS + ["current: recorded"]
     for step, wanted in (
         (plan(4, 0), ["own: replay"]),

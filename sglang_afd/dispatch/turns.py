@@ -1,0 +1,65 @@
+"""Lanes take turns in working on their rank's GPU; see `sglang_afd.kernels.turns`."""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import torch
+
+from sglang_afd.kernels.turns import end_turn, take_turn
+
+ENV = "SGLANG_AFD_LANE_TURNS"
+"""Set to 0, lanes share the GPU as their kernels come: to measure what taking turns is worth."""
+
+
+class Turns(Protocol):
+    """What lanes have in common on one rank; both are recorded in the lanes' graphs."""
+
+    def take(self) -> None:
+        """From here on the stream's work runs without other lanes' beside it."""
+
+    def end(self) -> None:
+        """The next lane's turn may begin."""
+
+
+class NoTurns:
+    """One lane has nobody to take turns with."""
+
+    def take(self) -> None:
+        """See `Turns`."""
+
+    def end(self) -> None:
+        """See `Turns`."""
+
+
+class DeviceTurns:
+    """Turns that a device keeps by itself."""
+
+    def __init__(self, device: torch.device | str, seconds: float) -> None:
+        """`seconds`: how long a turn may have to be waited for."""
+        self._turns = torch.zeros(2, dtype=torch.int64, device=device)
+        self._seconds = seconds
+
+    def take(self) -> None:
+        """See `Turns`."""
+        take_turn(self._turns, seconds=self._seconds)
+
+    def end(self) -> None:
+        """See `Turns`."""
+        end_turn(self._turns)
+
+    def load(self) -> None:
+        """Load the kernels, before a lane waits while another is recorded or replayed."""
+        self.take()
+        self.end()
+        torch.cuda.synchronize()
+
+
+def turns_of(lanes: int, device: torch.device | str, seconds: float) -> Turns:
+    """The turns of a rank with so many lanes on a GPU."""
+    if lanes == 1 or os.environ.get(ENV) == "0":
+        return NoTurns()
+    turns = DeviceTurns(device, seconds)
+    turns.load()
+    return turns
