@@ -4,8 +4,9 @@ Two lanes whose kernels run side by side take twice as long each, and so stay si
 then wait for the other role at the same time.  A lane that takes turns works alone, and the other
 one, which came a moment later, is then out of step with it for good (docs/kernels.md).
 
-Lanes pass one another no data, so the lock orders none.  A turn is taken in the order of coming.  What runs within one must never wait for a peer, so every
-turn ends by itself.  Like the exchange's waits, `take_turn` is one block of one warp.
+Lanes pass one another no data, so the lock orders none.  A turn is taken in the order of coming.
+What runs within one must never wait for a peer, so every turn ends by itself.  Like the exchange's
+waits, `take_turn` is one block of one warp.
 """
 
 from __future__ import annotations
