@@ -10,7 +10,8 @@ import torch
 from sglang_afd.kernels.turns import end_turn, take_turn
 
 ENV = "SGLANG_AFD_LANE_TURNS"
-"""Set to 0, lanes share the GPU as their kernels come: to measure what taking turns is worth."""
+"""Set to 1, lanes take turns; else they share the GPU as their kernels come.  What turns are worth
+in a served step is not measured yet (docs/kernels.md)."""
 
 
 class Turns(Protocol):
@@ -58,7 +59,7 @@ class DeviceTurns:
 
 def turns_of(lanes: int, device: torch.device | str, seconds: float) -> Turns:
     """The turns of a rank with so many lanes on a GPU."""
-    if lanes == 1 or os.environ.get(ENV) == "0":
+    if lanes == 1 or os.environ.get(ENV) != "1":
         return NoTurns()
     turns = DeviceTurns(device, seconds)
     turns.load()

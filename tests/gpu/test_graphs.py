@@ -22,7 +22,7 @@ from sglang_afd.dispatch.channel import Shape
 from sglang_afd.dispatch.nvlink import NvlinkTransport
 from sglang_afd.dispatch.step_plan import Caps, Path, StepKind, StepPlan
 from sglang_afd.dispatch.transport import MaskedBatch, RoutedRows, RowBatch
-from sglang_afd.dispatch.turns import NoTurns, Turns, turns_of
+from sglang_afd.dispatch.turns import ENV, NoTurns, Turns, turns_of
 from sglang_afd.families import FAMILIES, MoeFacts
 from sglang_afd.ffn.graph import GraphServer
 from sglang_afd.observe.stages import HostClock, Stage, StepTimer
@@ -314,7 +314,7 @@ DELAY = 300_000  # cycles: up to 0.2 ms, some of these steps' lengths
 @pytest.mark.parametrize("in_turns", [False, True])
 @pytest.mark.parametrize("attention_ranks", [1, 2])
 def test_lanes_beside_one_another_give_the_bits_of_lanes_in_turn(
-    attention_ranks: int, in_turns: bool
+    attention_ranks: int, in_turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two decode lanes and prefills, all streams held up at random, nothing waits for results."""
     print(f"SEED={SEED}")
@@ -324,9 +324,8 @@ def test_lanes_beside_one_another_give_the_bits_of_lanes_in_turn(
     )
     transports = transports_of(config)
     exchange_once(config.topology, transports, LANES)
-    turns = [
-        turns_of(LANES if in_turns else 1, "cuda", 20.0) for _ in range(config.topology.world_size)
-    ]
+    monkeypatch.setenv(ENV, str(int(in_turns)))
+    turns = [turns_of(LANES, "cuda", 20.0) for _ in range(config.topology.world_size)]
     server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER, lanes=LANES, turns=turns[-1])
     ranks = [
         AttentionRank(config, rank, transport, turns[rank])
@@ -355,8 +354,9 @@ def test_lanes_beside_one_another_give_the_bits_of_lanes_in_turn(
                 assert torch.equal(output, expected(rows, EXPERTS, 1)), plan
 
 
-def test_work_in_turns_never_runs_side_by_side() -> None:
+def test_work_in_turns_never_runs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two streams count up and down what is at work, in 200 turns each; nobody sees another."""
+    monkeypatch.setenv(ENV, "1")
     turns = turns_of(2, "cuda", 20.0)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     at_work, most = torch.zeros(2, 1, dtype=torch.int64, device="cuda")
