@@ -104,5 +104,12 @@ SERVED: tuple[Feature, ...] = (
         _ENDPOINTS + "test_pause_and_continue",
         requests=("/pause_generation", "/continue_generation"),
     ),
+    served(
+        "Weight updates from disk",
+        "integration/test_weight_update.py::test_update_from_disk",
+        requests=("/update_weights_from_disk",),
+        limit="safetensors of the same model on every host's disk, without a draft; all ranks take "
+        "them, or none; /health says 503 while they are read",
+    ),
     served("Profiling", _ENDPOINTS + "test_profile", requests=("/start_profile", "/stop_profile")),
 )

@@ -39,6 +39,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         step_sync,
         telemetry,
         text_only,
+        weight_update,
     )
 
     return (
@@ -66,5 +67,6 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *ending.HOOKS,
         *health.hooks(config),
         *in_flight.HOOKS,
+        *weight_update.hooks(config),
         *leftovers.HOOKS,
     )
