@@ -7,7 +7,8 @@ from sglang_afd.features.row import LEAVE_OUT, NOT_SHOWN, Feature, Switch, flags
 REFUSED: tuple[Feature, ...] = (
     refused(
         "Prefill-decode disaggregation",
-        NOT_SHOWN,
+        f"{NOT_SHOWN}: FFN ranks would take part in its event loops and its rooms, but have no KV "
+        "cache to send or receive, and its transfer engines run on GPUs alone",
         "serve prefill and decode in one deployment",
         Switch("--disaggregation-mode", off=("null",)),
         *flags("--enable-pdmux", "--enable-pd-role-switch"),

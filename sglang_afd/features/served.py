@@ -105,6 +105,11 @@ SERVED: tuple[Feature, ...] = (
         requests=("/pause_generation", "/continue_generation"),
     ),
     served(
+        "SGLang's router in front (sglang-router)",
+        "integration/test_router.py::test_router",
+        limit="--dp-aware names attention ranks alone; not its prefill-decode mode",
+    ),
+    served(
         "Weight updates from disk",
         "integration/test_weight_update.py::test_update_from_disk",
         requests=("/update_weights_from_disk",),
