@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("transport_gate", "weights"),
     ("spec",),
     ("model_gate", "plan"),
+    ("weight_update",),
     ("upstream",),
     ("platform", "running"),
     ("gate", "on_ray"),
