@@ -43,9 +43,9 @@ REFUSED: tuple[Feature, ...] = (
         Switch("--dwdp-size", off=("1",)),
     ),
     refused(
-        "EPLB, redundant experts, expert placement and its recording",
-        "every FFN rank owns an equal, fixed slice of the experts, and attention ranks count none",
-        LEAVE_OUT,
+        "EPLB, redundant experts, expert placement and its recording, by SGLang's own flags",
+        "SGLang would place experts on all ranks, attention ranks too, and count them on each",
+        "use --afd-expert-replicas and --afd-expert-placement",
         *flags("--enable-eplb", "--ep-dispatch-algorithm", "--expert-distribution-recorder-mode"),
         Switch("--ep-num-redundant-experts", off=("0",)),
         Switch("--init-expert-location", off=("trivial",)),

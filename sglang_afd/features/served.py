@@ -105,6 +105,11 @@ SERVED: tuple[Feature, ...] = (
         requests=("/pause_generation", "/continue_generation"),
     ),
     served(
+        "Redundant and placed experts (--afd-expert-replicas, --afd-expert-placement)",
+        "integration/test_expert_replicas.py::test_experts_with_several_slots",
+        limit="fixed from the start on: other placements need a restart",
+    ),
+    served(
         "SGLang's router in front (sglang-router)",
         "integration/test_router.py::test_router",
         limit="--dp-aware names attention ranks alone; not its prefill-decode mode",

@@ -127,7 +127,7 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
     mine = Holdings(
         rank=context.name,
         role=context.role.value,
-        experts=0 if attention else context.topology.experts_per_rank(context.facts.num_experts),
+        experts=0 if attention else len(context.own_slots),
         parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(weight.nbytes for weight in weights),
         load_peak_bytes=_load_peak,

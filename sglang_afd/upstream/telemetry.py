@@ -14,6 +14,7 @@ from sglang_afd.observe.metrics import StepMetrics
 from sglang_afd.observe.stages import StepTimes
 from sglang_afd.observe.summary import RecentSteps
 from sglang_afd.observe.trace import TraceRecorder
+from sglang_afd.topology import Role
 from sglang_afd.upstream.hooks import Hook, Kind
 
 MOST_STEPS = 1000
@@ -69,7 +70,9 @@ class Telemetry:
     def _new_recorder(self, steps: int) -> TraceRecorder:
         context = current()
         layers = list(context.facts.layers)
-        return TraceRecorder(context.rank, context.name, context.role.value, layers, steps)
+        ffn = context.role is Role.FFN
+        held = [list(context.held(layer)) for layer in layers] if ffn else []
+        return TraceRecorder(context.rank, context.name, context.role.value, layers, steps, held)
 
 
 def hooks() -> tuple[Hook, ...]:
