@@ -45,7 +45,9 @@ class RankContext:
     rows_per_request: int = 1
     """Rows that a request has in a decode step: with speculation, the tokens that are verified."""
     placement: Placement | None = None
-    """Which expert each slot of the F ranks holds; None: in order."""
+    """Which expert each slot of the F ranks holds at first; None: in order."""
+    next_placement: Placement | None = field(default=None, init=False)
+    """What the weights that are being read are to be placed by; None: as they lie."""
     steps: StepsInFlight = field(default_factory=StepsInFlight, init=False)
     """What this rank has launched, by lane; empty with one lane."""
     row: PlanRow | None = field(default=None, init=False)

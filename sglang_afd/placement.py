@@ -16,8 +16,6 @@ from typing import Any
 MAP, COUNT = "physical_to_logical_map", "logical_count"
 """What a file may hold, in the form of SGLang's --init-expert-location: for every decoder layer
 the expert of each slot, or the rows that each expert got."""
-_FLAG = "--afd-expert-placement"
-
 Table = list[list[int]]
 
 
@@ -54,9 +52,29 @@ def read(
     replicas: int,
     spread: Callable[[Table], Table] | None,
 ) -> Placement:
-    """The placement that `file` describes.
+    """The placement that `file` describes; arguments and errors are those of `fitting`."""
+    source = f"--afd-expert-placement {file}"
+    try:
+        content = json.loads(Path(file).read_text())
+    except OSError as error:
+        raise PlacementError(f"{source}: {error.strerror}; give a file") from error
+    except ValueError as error:
+        raise PlacementError(f"{source} is no JSON: {error}; correct it") from error
+    return fitting(content, source, layers, experts, replicas, spread)
+
+
+def fitting(
+    content: Any,
+    source: str,
+    layers: Sequence[int],
+    experts: int,
+    replicas: int,
+    spread: Callable[[Table], Table] | None,
+) -> Placement:
+    """The placement that `content`, decoded JSON, describes.
 
     Args:
+        source: what messages call it.
         layers: the MoE layers, by the index of the decoder layer.
         spread: counts of every MoE layer's experts -> the expert in each slot; None: counts are
             looked at, and the experts placed in order.
@@ -64,20 +82,19 @@ def read(
     Raises:
         PlacementError: it describes none that fits.
     """
-    kind, rows = _table(file)
+    kind, rows = _table(content, source)
     wanted = experts + replicas if kind == MAP else experts
     if len(rows) <= max(layers):
         raise PlacementError(
-            f"{_FLAG} {file}: {kind} has {len(rows)} rows, not one for each decoder layer up to "
+            f"{source}: {kind} has {len(rows)} rows, not one for each decoder layer up to "
             f"{max(layers)}; write one with python -m sglang_afd.trace --expert-counts"
         )
     chosen = [rows[layer] for layer in layers]
     for layer, row in zip(layers, chosen, strict=True):
         if len(row) != wanted:
             raise PlacementError(
-                f"{_FLAG} {file}: {kind} of layer {layer} has {len(row)} numbers, not {wanted}, "
-                f"for {experts} experts and {replicas} replicas (--afd-expert-replicas); correct "
-                f"either"
+                f"{source}: {kind} of layer {layer} has {len(row)} numbers, not {wanted}, for "
+                f"{experts} experts and {replicas} replicas (--afd-expert-replicas); correct either"
             )
     if kind == COUNT:
         if spread is None:
@@ -86,20 +103,14 @@ def read(
     for layer, row in zip(layers, chosen, strict=True):
         if set(row) != set(range(experts)):
             raise PlacementError(
-                f"{_FLAG} {file}: {kind} of layer {layer} leaves an expert out or names one that "
-                f"is none; each of 0 to {experts - 1} needs a slot"
+                f"{source}: {kind} of layer {layer} leaves an expert out or names one that is "
+                f"none; each of 0 to {experts - 1} needs a slot"
             )
     return Placement(experts, dict(zip(layers, map(tuple, chosen), strict=True)))
 
 
-def _table(file: str) -> tuple[str, Table]:
-    """What kind of table the file holds, and its rows; counts of several steps are added up."""
-    try:
-        content = json.loads(Path(file).read_text())
-    except OSError as error:
-        raise PlacementError(f"{_FLAG} {file}: {error.strerror}; give a file") from error
-    except ValueError as error:
-        raise PlacementError(f"{_FLAG} {file} is no JSON: {error}; correct it") from error
+def _table(content: Any, source: str) -> tuple[str, Table]:
+    """What kind of table it is, and its rows; counts of several steps are added up."""
     for kind in (MAP, COUNT):
         if isinstance(content, dict) and kind in content:
             rows = content[kind]
@@ -110,9 +121,9 @@ def _table(file: str) -> tuple[str, Table]:
             ):
                 return kind, rows
             raise PlacementError(
-                f"{_FLAG} {file}: {kind} is no list of lists of whole numbers; correct it"
+                f"{source}: {kind} is no list of lists of whole numbers; correct it"
             )
-    raise PlacementError(f"{_FLAG} {file} has neither {MAP} nor {COUNT}; give one of the two")
+    raise PlacementError(f"{source} has neither {MAP} nor {COUNT}; give one of the two")
 
 
 def _depth(value: Any) -> int:

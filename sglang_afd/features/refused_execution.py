@@ -43,7 +43,7 @@ REFUSED: tuple[Feature, ...] = (
         Switch("--dwdp-size", off=("1",)),
     ),
     refused(
-        "EPLB, redundant experts, expert placement and its recording, by SGLang's own flags",
+        "EPLB, redundant experts, expert placement and its recording",
         "SGLang would place experts on all ranks, attention ranks too, and count them on each",
         "use --afd-expert-replicas and --afd-expert-placement",
         *flags("--enable-eplb", "--ep-dispatch-algorithm", "--expert-distribution-recorder-mode"),

@@ -107,7 +107,8 @@ SERVED: tuple[Feature, ...] = (
     served(
         "Redundant and placed experts (--afd-expert-replicas, --afd-expert-placement)",
         "integration/test_expert_replicas.py::test_experts_with_several_slots",
-        limit="fixed from the start on: other placements need a restart",
+        limit="docs/operating.md: by a file, or by POST /afd/experts while it runs, then "
+        "without a draft; never by itself",
     ),
     served(
         "SGLang's router in front (sglang-router)",

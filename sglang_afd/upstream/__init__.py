@@ -31,6 +31,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         loads,
         memory,
         peers,
+        placement,
         processes,
         ranks,
         refusals,
@@ -68,5 +69,6 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *health.hooks(config),
         *in_flight.HOOKS,
         *weight_update.hooks(config),
+        *placement.HOOKS,
         *leftovers.HOOKS,
     )

@@ -49,7 +49,11 @@ class RemoteExperts(nn.Module):
         self.moe_runner_config = MoeRunnerConfig(inplace=False)
         context = current()
         self.slots = (
-            SlotChoice(context.placed.slots_of(layer_id), context.rank)
+            SlotChoice(
+                context.placed.slots_of(layer_id),
+                context.rank,
+                most=context.config.expert_replicas + 1,
+            )
             if context.config.expert_replicas or context.config.expert_placement
             else None
         )
@@ -61,6 +65,13 @@ class RemoteExperts(nn.Module):
         ids = topk_output.topk_ids
         ids = ids if self.slots is None else self.slots(ids)
         return _exchange(hidden_states, ids, topk_output.topk_weights)
+
+
+def choose_anew(model: nn.Module) -> None:
+    """Have an A rank's model send rows to the slots where experts lie now."""
+    for module in model.modules():
+        if isinstance(module, RemoteExperts) and module.slots is not None:
+            module.slots.use(current().placed.slots_of(module.layer_id))
 
 
 class ExpertModel(nn.Module):

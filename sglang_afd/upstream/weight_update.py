@@ -20,6 +20,7 @@ from sglang_afd.checkpoint import Checkpoint, read_checkpoint
 from sglang_afd.config import AfdConfig, fingerprint
 from sglang_afd.context import current
 from sglang_afd.identity import checkpoint_identity
+from sglang_afd.upstream.expert_layers import choose_anew
 from sglang_afd.upstream.hooks import Hook, Kind
 
 logger = logging.getLogger(__name__)
@@ -39,20 +40,23 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     def update_everywhere(
         original: Callable[..., Any], updater: Any, model_path: str, load_format: str, **rest: Any
     ) -> tuple[bool, str]:
-        before = updater.model_config.model_path
+        context, before = current(), updater.model_config.model_path
+        placed, context.placed = context.placed, context.next_placement or context.placed
         identity, message = _tried(original, updater, model_path, load_format, **rest)
         with waiting_as_in_the_start():
             wrong = _disagreement(identity, model_path)
             if not wrong:
+                choose_anew(updater.get_model())
                 return True, message
+            context.placed = placed
             restored, why = _tried(original, updater, before, load_format, **rest)
             if restored is None:
                 raise RuntimeError(
-                    f"{current().name} can neither take the weights of {model_path} ({message}) "
+                    f"{context.name} can neither take the weights of {model_path} ({message}) "
                     f"nor those of {before} again ({why}); restart the deployment"
                 )
             torch.distributed.barrier(group=_group())
-        own = f" {current().name}: {message}" if identity is None else ""
+        own = f" {context.name}: {message}" if identity is None else ""
         return False, f"{wrong}; every rank has the weights of {before} again.{own}"
 
     @contextmanager

@@ -103,3 +103,43 @@ def test_experts_with_several_slots(serve: Callable[..., trace.Trace], tmp_path:
     assert len(told) == LAYERS and told[0][0] == first[0] + second[3]
     again = serve(layout, flags(2, counts))
     assert len(used(again)) == 2
+
+
+def test_experts_are_placed_anew_while_requests_run(
+    start: Callable[..., World], checkpoints: Callable[[str], Path], references: References
+) -> None:
+    """They wait, keep their KV, and go on; a table that does not fit changes nothing."""
+    layout, checkpoint = Layout(2, 2, checkpoint="seeded"), checkpoints("seeded")
+    world = start([*small(layout).argv(str(checkpoint)), *flags(2)]).wait_healthy()
+    asked = prompts([20, 9], seed=74)
+    streams = [world.stream(one, 160, routed_dp_rank=rank) for rank, one in enumerate(asked)]
+    bodies = [next(stream) for stream in streams]
+    answer = world.post("/afd/experts", PLACED)
+    assert answer.status_code == 200, answer.text
+    first = [body["meta_info"]["completion_tokens"] for body in bodies]
+    for stream, one in zip(streams, asked, strict=True):
+        *_, last = stream
+        assert tuple(last["output_ids"]) == references.greedy(checkpoint, [one], 160)[0].tokens
+    assert max(first) < 100, "no request was left to wait"
+
+    def held() -> list[list[int]]:
+        assert world.post("/afd/trace?steps=1").status_code == 200
+        return [rank.experts[1] for rank in trace.recorded(world.url).ranks if rank.experts]
+
+    assert held() == [PLACED[MAP][1][:5], PLACED[MAP][1][5:]]
+    refused = world.post("/afd/experts", {MAP: [[0]]})
+    assert refused.status_code == 400 and "has 1 rows" in refused.text
+    counts = {COUNT: [[900, *range(1, EXPERTS)]] * LAYERS}
+    assert world.post("/afd/experts", counts).status_code == 200
+    assert all(0 in experts for experts in held()), "the busiest expert lies on both ranks"
+    assert_equal(send(world, asked, [8, 8]), references.greedy(checkpoint, asked, 8))
+    world.stop()
+
+
+def test_experts_in_order_stay_there(
+    start: Callable[..., World], checkpoints: Callable[[str], Path]
+) -> None:
+    world = start(Layout(1, 1).argv(str(checkpoints("embedded")))).wait_healthy()
+    answer = world.post("/afd/experts", PLACED)
+    assert answer.status_code == 400 and "start with --afd-expert-replicas" in answer.text
+    world.stop()

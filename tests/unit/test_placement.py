@@ -128,10 +128,13 @@ def test_rows_take_an_experts_slots_in_turn() -> None:
     """Evenly over a batch, and over ranks that have one row each; empty places stay empty."""
     slots = in_order([0], 4, 2).slots_of(0)
     ids = torch.tensor([[0, 3], [0, 1], [0, -1], [1, 0]], dtype=torch.int32)
-    chosen = SlotChoice(slots, rank=0)(ids)
+    chosen = SlotChoice(slots, rank=0, most=3)(ids)
     assert chosen.dtype == torch.int32
     assert chosen.tolist() == [[0, 3], [4, 5], [0, -1], [5, 4]]
-    alone = [SlotChoice(slots, rank)(ids[:1]).tolist()[0][0] for rank in range(4)]
+    choice = SlotChoice(slots, rank=0, most=3)
+    choice.use([[0, 2, 5], [1], [3], [4]])
+    assert choice(ids).tolist() == [[0, 4], [2, 1], [5, -1], [1, 0]]
+    alone = [SlotChoice(slots, rank, most=2)(ids[:1]).tolist()[0][0] for rank in range(4)]
     assert alone == [0, 4, 0, 4]
 
 
