@@ -23,6 +23,7 @@ from sglang_afd.identity import checkpoint_identity
 from sglang_afd.topology import Role
 from sglang_afd.transports import join
 from sglang_afd.upstream import expert_layers, graphs
+from sglang_afd.upstream.gather import gather
 from sglang_afd.upstream.groups import make_attention_group
 from sglang_afd.upstream.holdings import measure_buffers, measure_graphs
 from sglang_afd.upstream.hooks import Hook, Kind
@@ -265,14 +266,11 @@ def verify_agreement(context: RankContext, group: Any) -> None:
     Raises:
         ConfigError: ranks differ; names the ranks and every differing field.
     """
-    import torch.distributed as dist
-
     from sglang_afd.config import ConfigError, differences
 
-    everyone: list[dict[str, object]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, context.agreement, group=group)
+    everyone = gather(context.agreement, dict[str, object], group)
     for rank, theirs in enumerate(everyone):
-        differing = differences(context.agreement, theirs)
+        differing = differences(everyone[context.rank], theirs)
         if differing:
             raise ConfigError(
                 f"{context.name} and {context.topology.name_of(rank)} are configured differently: "
