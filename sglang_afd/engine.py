@@ -20,7 +20,8 @@ def Engine(**arguments: Any) -> Any:
         arguments: SGLang's server arguments, and these of AFD, all by the names of the flags:
             ``afd_attention_ranks`` and ``afd_ffn_ranks`` (both, or this is SGLang's engine),
             ``afd_attention_tp``, ``afd_transport``, ``afd_max_tokens_per_rank``,
-            ``afd_prefill_block``, ``afd_lanes``, ``afd_startup_timeout``, ``afd_exchange_timeout``,
+            ``afd_prefill_block``, ``afd_lanes``, ``afd_expert_replicas``,
+            ``afd_expert_placement``, ``afd_startup_timeout``, ``afd_exchange_timeout``,
             ``afd_role``.  ``afd_restart`` and ``afd_restart_requests`` are for servers alone.
             ``python -m sglang_afd.launch_server --help`` explains them.  Without `model_path` it
             runs the embedded model.
