@@ -132,6 +132,8 @@ def expert_counts(trace: Trace) -> list[list[int]]:
         for step in rank.steps
         if step.expert_rows is not None and rank.experts
     ]
+    if not any(rank.steps for rank in trace.ranks):
+        raise BadTrace("no rank made a step; send requests while it is recorded")
     if not counted:
         raise BadTrace(
             "no step in the trace tells what each expert got: replayed ones do not; record while "

@@ -162,3 +162,5 @@ def test_a_trace_tells_what_each_expert_got() -> None:
     assert counts == [[0, 0, 0], [9, 1, 7], [0, 0, 0], [0, 9, 2]]
     with pytest.raises(BadTrace, match="replayed ones do not"):
         expert_counts(Trace({}, [attention]))
+    with pytest.raises(BadTrace, match="send requests"):
+        expert_counts(Trace({}, [RankTrace(2, "F", "ffn", [1], 3, [], [[0]])]))
