@@ -46,6 +46,8 @@ class RankTrace(msgspec.Struct, frozen=True):
     steps: list[TracedStep]
     experts: list[list[int]] = []
     """F: the expert in each of its slots, for each MoE layer."""
+    slots: int = 0
+    """F: of a layer on all F ranks together."""
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -84,9 +86,10 @@ class TraceRecorder:
         layers: list[int],
         asked: int,
         experts: list[list[int]],
+        slots: int,
     ) -> None:
         self._since_epoch = time.time() - time.monotonic()
-        self.trace = RankTrace(rank, name, role, layers, asked, [], experts)
+        self.trace = RankTrace(rank, name, role, layers, asked, [], experts, slots)
 
     @property
     def complete(self) -> bool:
@@ -124,7 +127,7 @@ def expert_counts(trace: Trace) -> list[list[int]]:
     """Rows that each expert got in all steps: one list for every decoder layer up to the last.
 
     Raises:
-        BadTrace: no step of an FFN rank has them.
+        BadTrace: no step of an FFN rank has them, or ranks are missing.
     """
     counted = [
         (rank, step.expert_rows)
@@ -138,6 +141,13 @@ def expert_counts(trace: Trace) -> list[list[int]]:
         raise BadTrace(
             "no step in the trace tells what each expert got: replayed ones do not; record while "
             "prompts come in, or start the server with --disable-cuda-graph"
+        )
+    told = {rank.rank: len(rank.experts[0]) for rank, _ in counted}
+    if sum(told.values()) < counted[0][0].slots:
+        raise BadTrace(
+            f"the trace tells of {sum(told.values())} of {counted[0][0].slots} slots: with "
+            f"--afd-attention-tp only the first of each FFN rank's world ranks is asked, and FFN "
+            f"ranks whose steps were all replayed tell nothing"
         )
     experts = 1 + max(expert for rank, _ in counted for row in rank.experts for expert in row)
     found = [[0] * experts for _ in range(1 + max(counted[0][0].layers))]

@@ -86,7 +86,9 @@ class Telemetry:
         layers = list(context.facts.layers)
         ffn = context.role is Role.FFN
         held = [list(context.held(layer)) for layer in layers] if ffn else []
-        return TraceRecorder(context.rank, context.name, context.role.value, layers, steps, held)
+        return TraceRecorder(
+            context.rank, context.name, context.role.value, layers, steps, held, context.slots
+        )
 
 
 def hooks() -> tuple[Hook, ...]:

@@ -154,13 +154,15 @@ def step(rows: list[list[int]] | None) -> TracedStep:
 def test_a_trace_tells_what_each_expert_got() -> None:
     """Rows of all its slots, on all ranks, in all steps that were not replayed."""
     first = RankTrace(
-        1, "F0", "ffn", [1, 3], 3, [step([[5, 1], [2, 0]]), step(None)], [[0, 1], [2, 0]]
+        1, "F0", "ffn", [1, 3], 3, [step([[5, 1], [2, 0]]), step(None)], [[0, 1], [2, 0]], 4
     )
-    second = RankTrace(2, "F1", "ffn", [1, 3], 3, [step([[7, 4], [9, 0]])], [[2, 0], [1, 2]])
+    second = RankTrace(2, "F1", "ffn", [1, 3], 3, [step([[7, 4], [9, 0]])], [[2, 0], [1, 2]], 4)
     attention = RankTrace(0, "A0", "attention", [1, 3], 3, [step(None)])
     counts = expert_counts(Trace({}, [attention, first, second]))
     assert counts == [[0, 0, 0], [9, 1, 7], [0, 0, 0], [0, 9, 2]]
     with pytest.raises(BadTrace, match="replayed ones do not"):
         expert_counts(Trace({}, [attention]))
+    with pytest.raises(BadTrace, match="2 of 4 slots"):
+        expert_counts(Trace({}, [attention, first]))
     with pytest.raises(BadTrace, match="send requests"):
         expert_counts(Trace({}, [RankTrace(2, "F", "ffn", [1], 3, [], [[0]])]))
