@@ -11,7 +11,7 @@ import pytest
 from sglang_afd import trace
 from sglang_afd.placement import COUNT, MAP
 from tests.support.families import ROWS
-from tests.support.layouts import Layout, small
+from tests.support.layouts import Layout, lanes, small
 from tests.support.reference import References, assert_equal
 from tests.support.workload import prompts, send
 from tests.support.world import World
@@ -106,12 +106,19 @@ def test_experts_with_several_slots(serve: Callable[..., trace.Trace], tmp_path:
     assert len(used(again)) == 2
 
 
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(2, marks=pytest.mark.full)], ids="{}lanes".format
+)
 def test_experts_are_placed_anew_while_requests_run(
-    start: Callable[..., World], checkpoints: Callable[[str], Path], references: References
+    start: Callable[..., World],
+    checkpoints: Callable[[str], Path],
+    references: References,
+    count: int,
 ) -> None:
     """They wait, keep their KV, and go on; a table that does not fit changes nothing."""
-    layout, checkpoint = Layout(2, 2, checkpoint="seeded"), checkpoints("seeded")
-    world = start([*small(layout).argv(str(checkpoint)), *flags(2)]).wait_healthy()
+    layout, checkpoint = small(Layout(2, 2, checkpoint="seeded")), checkpoints("seeded")
+    layout = lanes(layout, count) if count > 1 else layout
+    world = start([*layout.argv(str(checkpoint)), *flags(2)]).wait_healthy()
     asked = prompts([20, 9], seed=74)
     streams = [world.stream(one, 160, routed_dp_rank=rank) for rank, one in enumerate(asked)]
     bodies = [next(stream) for stream in streams]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.layouts import A1T2F1, A2F1, A2F2, small
+from tests.support.layouts import A1T2F1, A2F1, A2F2, lanes, small
 from tests.support.reference import References, assert_equal
 from tests.support.workload import prompts, send
 from tests.support.world import World
@@ -21,6 +21,7 @@ from tests.support.world import World
 pytestmark = pytest.mark.integration
 
 NEW_TOKENS = 12
+LANES = lanes(replace(small(A2F1), checkpoint="seeded"), 2)
 SEEDED = replace(small(A2F1), checkpoint="seeded")
 WIDER = tuple(replace(small(layout), checkpoint="seeded") for layout in (A2F2, A1T2F1))
 INDEX = "model.safetensors.index.json"
@@ -72,7 +73,7 @@ def layouts(*wider: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("world", [SEEDED, *full], indirect=True, ids=str)
 
 
-@layouts(*WIDER)
+@layouts(*WIDER, LANES)
 def test_update_from_disk(world: World, seeded: Path, same: Same, tmp_path: Path) -> None:
     """F's tensors alone, A's alone, then both: each time the answers are the new model's."""
     same(seeded)
@@ -85,13 +86,22 @@ def test_update_from_disk(world: World, seeded: Path, same: Same, tmp_path: Path
         assert world.get("/model_info").json()["model_path"] == str(checkpoint)
 
 
-@layouts()
-def test_update_while_paused(world: World, seeded: Path, same: Same, tmp_path: Path) -> None:
-    """As a trainer does it: pause, update, continue."""
+@layouts(LANES)
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+def test_update_while_paused(
+    world: World, seeded: Path, same: Same, tmp_path: Path, mode: str
+) -> None:
+    """As a trainer does it: pause, update, continue; requests that were retracted go on."""
     checkpoint = changed(seeded, tmp_path / "new", lambda n, t: -t if ".experts." in n else t)
-    assert world.post("/pause_generation", {"mode": "abort"}).status_code == 200
-    assert update(world, checkpoint).status_code == 200
+    [asked] = prompts([20], seed=75)
+    stream = world.stream(asked, 200)
+    next(stream)
+    assert world.post("/pause_generation", {"mode": mode}).status_code == 200
+    answer = update(world, checkpoint)
+    assert answer.status_code == 200, answer.text
     assert world.post("/continue_generation", {}).status_code == 200
+    *_, last = stream
+    assert last["meta_info"]["finish_reason"]["type"] == ("abort" if mode == "abort" else "length")
     same(checkpoint)
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_afd import transports
 from sglang_afd.attention.slots import SlotChoice
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
@@ -145,6 +146,16 @@ def test_each_rank_reads_the_experts_of_its_slots() -> None:
     for expert, readers in enumerate([[1, 2], [1, 2], [1], [2]]):
         name = f"model.layers.3.mlp.experts.{expert}.up_proj.weight"
         assert [rank.rank for rank in ranks if rank.loads_tensor(name)] == readers
+
+
+def test_transports_know_slots_alone() -> None:
+    config = AfdConfig(attention_ranks=1, ffn_ranks=2, expert_replicas=2)
+    rank = RankContext(config, 0, FAMILIES["Qwen3MoeForCausalLM"], FACTS, {})
+    assert transports._common(rank)["num_experts"] == 6
+    plain = AfdConfig(attention_ranks=1, ffn_ranks=2, transport="deepep")
+    more = AfdConfig(attention_ranks=1, ffn_ranks=2, transport="deepep", expert_replicas=4)
+    held = [transports.estimate(one, FACTS, itemsize=2, fp8=False) for one in (plain, more)]
+    assert held[0].ffn.passing < held[1].ffn.passing, "deepep's buffers are by slot"
 
 
 def step(rows: list[list[int]] | None) -> TracedStep:
