@@ -36,11 +36,6 @@ def refusals(served: Checkpoint, new: Checkpoint, load_format: str) -> Iterator[
     if new.config is None:
         yield Refusal(new.problem, new.mend)
         return
-    if new.files is None:
-        yield Refusal(
-            f"{new.path} is not on this machine's disk", "download it, and give its directory"
-        )
-        return
     differing = sorted(_differing(served.config or {}, new.config))
     if differing:
         yield Refusal(

@@ -6,15 +6,16 @@ ranks read the experts of their slots again, and all take the new placement, or 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from sglang_afd.checkpoint import read_checkpoint
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import current
 from sglang_afd.families import MoeFacts
 from sglang_afd.placement import Placement, PlacementError, Table, fitting, in_order, read
 from sglang_afd.upstream.hooks import Hook, Kind
+from sglang_afd.upstream.weight_update import checkpoint_at
 
 _KEY = "afd_experts"
 """In the manifest of SGLang's weight update, which it hands on and does not read."""
@@ -51,7 +52,7 @@ async def place_anew(manager: Any, table: dict[str, Any]) -> str | None:
     if not (config.expert_replicas or config.expert_placement):
         return "experts lie in order; start with --afd-expert-replicas or --afd-expert-placement"
     path = manager.config_value("model_path")
-    facts = read_checkpoint(["--model-path", path]).moe_facts()
+    facts = (await asyncio.to_thread(checkpoint_at, manager, path)).moe_facts()
     try:
         fitting(table, "the table", facts.layers, facts.num_experts, config.expert_replicas, None)
     except PlacementError as error:

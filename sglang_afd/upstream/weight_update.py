@@ -7,7 +7,9 @@ ranks agree on how it went, so that no half of the model answers with the other'
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,7 +34,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     async def look_first(
         original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        why = _refusal(manager, obj)
+        why = await asyncio.to_thread(_refusal, manager, obj)  # reads every file's header
         if why is not None:
             return False, f"AFD refuses /update_weights_from_disk: {why}", 0
         return await original(manager, obj, *args, **kwargs)
@@ -92,13 +94,17 @@ def _refusal(manager: Any, obj: Any) -> str | None:
         return "the draft is made for the weights that run; restart the deployment with both"
     if obj.recapture_cuda_graph:
         return "weights change in place, and graphs stay right; leave recapture_cuda_graph out"
-    served = _checkpoint(manager, manager.config_value("model_path"))
+    path = manager.config_value("model_path")
+    if obj.model_path != path and not os.path.isdir(obj.model_path):  # no download while it serves
+        return f"there is no directory {obj.model_path} here; give one that every host has"
+    served = checkpoint_at(manager, path)
     load_format = obj.load_format or manager.config_value("load_format")
-    found = weight_update.refusals(served, _checkpoint(manager, obj.model_path), load_format)
+    found = weight_update.refusals(served, checkpoint_at(manager, obj.model_path), load_format)
     return next((f"{refusal.message}; {refusal.mend}" for refusal in found), None)
 
 
-def _checkpoint(manager: Any, path: str) -> Checkpoint:
+def checkpoint_at(manager: Any, path: str) -> Checkpoint:
+    """What the checkpoint at `path` says of itself, as the server that `manager` is of reads it."""
     overrides = manager.server_args.json_model_override_args
     return read_checkpoint(["--model-path", path, "--json-model-override-args", overrides])
 
