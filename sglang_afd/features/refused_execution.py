@@ -8,7 +8,7 @@ REFUSED: tuple[Feature, ...] = (
     refused(
         "Prefill-decode disaggregation",
         f"{NOT_SHOWN}: FFN ranks would take part in its event loops and its rooms, but have no KV "
-        "cache to send or receive, and its transfer engines run on GPUs alone",
+        "cache to send or receive",
         "serve prefill and decode in one deployment",
         Switch("--disaggregation-mode", off=("null",)),
         *flags("--enable-pdmux", "--enable-pd-role-switch"),

@@ -11,7 +11,7 @@ import pytest
 from sglang_afd import trace
 from sglang_afd.placement import COUNT, MAP
 from tests.support.families import ROWS
-from tests.support.layouts import Layout, lanes, small
+from tests.support.layouts import SMALL, Layout, lanes, on, small
 from tests.support.reference import References, assert_equal
 from tests.support.workload import prompts, send
 from tests.support.world import World
@@ -144,10 +144,7 @@ def test_experts_are_placed_anew_while_requests_run(
     world.stop()
 
 
-def test_experts_in_order_stay_there(
-    start: Callable[..., World], checkpoints: Callable[[str], Path]
-) -> None:
-    world = start(Layout(1, 1).argv(str(checkpoints("embedded")))).wait_healthy()
+@on(SMALL)
+def test_experts_in_order_stay_there(world: World) -> None:
     answer = world.post("/afd/experts", PLACED)
     assert answer.status_code == 400 and "start with --afd-expert-replicas" in answer.text
-    world.stop()
