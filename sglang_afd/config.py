@@ -49,6 +49,10 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """P: rows a rank sends in one exchange of a prefill, where the transport has blocks."""
     lanes: int = 1
     """Decode batches in flight in turn, each with its own requests."""
+    expert_replicas: int = 0
+    """Slots for experts beyond one for each, on all FFN ranks together."""
+    expert_placement: str = ""
+    """File that says which expert each slot holds, or how many rows each got; empty: in order."""
     startup_timeout: float = 600.0
     """Seconds within which every rank must be ready, or the start fails."""
     exchange_timeout: float = 100.0
@@ -76,6 +80,10 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 raise ConfigError(f"{flag} is {rows}; it must be at least 1")
             if rows > MOST_ROWS:
                 raise ConfigError(f"{flag} is {rows}; it must be at most {MOST_ROWS}")
+        if not 0 <= self.expert_replicas <= MOST_ROWS:
+            raise ConfigError(
+                f"--afd-expert-replicas is {self.expert_replicas}; it must be 0 to {MOST_ROWS}"
+            )
         if not 1 <= self.lanes <= MOST_LANES:
             raise ConfigError(f"--afd-lanes is {self.lanes}; it must be 1 to {MOST_LANES}")
         for flag, value in (

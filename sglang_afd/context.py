@@ -18,6 +18,7 @@ from sglang_afd.families import Family, MoeFacts
 from sglang_afd.families.family import FusedExperts
 from sglang_afd.lanes import StepsInFlight
 from sglang_afd.observe.stages import DeviceClock, HostClock, Stage, StepTimer
+from sglang_afd.placement import Placement, in_order
 from sglang_afd.topology import Role, Topology
 
 
@@ -43,6 +44,10 @@ class RankContext:
     """The plan of the step that runs next, or None outside of steps."""
     rows_per_request: int = 1
     """Rows that a request has in a decode step: with speculation, the tokens that are verified."""
+    placement: Placement | None = None
+    """Which expert each slot of the F ranks holds at first; None: in order."""
+    next_placement: Placement | None = field(default=None, init=False)
+    """What the weights that are being read are to be placed by; None: as they lie."""
     steps: StepsInFlight = field(default_factory=StepsInFlight, init=False)
     """What this rank has launched, by lane; empty with one lane."""
     row: PlanRow | None = field(default=None, init=False)
@@ -50,12 +55,16 @@ class RankContext:
 
     def __post_init__(self) -> None:
         self.config_hash = fingerprint(self.agreement)
+        facts = self.facts
+        self.placed = self.placement or in_order(
+            facts.layers, facts.num_experts, self.config.expert_replicas
+        )
         ffn = self.role is Role.FFN
         self.timer = StepTimer(
             Stage.EXPERTS if ffn else Stage.ATTENTION,
             DeviceClock if torch.cuda.is_available() else HostClock,
             rank=None if ffn else self.rank,
-            experts=len(self.owned_experts) if ffn else 0,
+            experts=len(self.own_slots) if ffn else 0,
             sources=1 + len(self.config.emulation.emulated_by(0)) if ffn else 1,
         )
 
@@ -81,9 +90,19 @@ class RankContext:
         return self.row
 
     @property
-    def owned_experts(self) -> range:
-        """The experts of an F rank, in every layer."""
-        return self.config.emulation.experts_of(self.rank, self.facts.num_experts)
+    def slots(self) -> int:
+        """Places for experts on all F ranks together, in every layer."""
+        return self.facts.num_experts + self.config.expert_replicas
+
+    @property
+    def own_slots(self) -> range:
+        """Those of this F rank."""
+        return self.config.emulation.experts_of(self.rank, self.slots)
+
+    def held(self, layer: int) -> tuple[int, ...]:
+        """The expert in each slot of this F rank, in the MoE layer `layer`."""
+        own = self.own_slots
+        return self.placed.layers[layer][own.start : own.stop]
 
     def loads_fused(self, name: str) -> FusedExperts | None:
         """What this rank reads its own experts' parts of under `name`, or None."""
@@ -98,9 +117,10 @@ class RankContext:
         tensor = self.family.expert_tensor(name)
         if self.role is Role.ATTENTION:
             return tensor is None and self.family.experts.read_fused(name) is None
-        owned = self.owned_experts
         # Layers past the model's are those of its own draft model, which nobody runs.
-        return tensor is not None and tensor.expert in owned and tensor.layer in self.facts.layers
+        if tensor is None or tensor.layer not in self.facts.layers:
+            return False
+        return tensor.expert in self.held(tensor.layer)
 
     @contextmanager
     def step(self) -> Iterator[StepPlan | None]:

@@ -21,7 +21,8 @@ def Engine(**arguments: Any) -> Any:
         arguments: SGLang's server arguments, and these of AFD, all by the names of the flags:
             ``afd_attention_ranks`` and ``afd_ffn_ranks`` (both, or this is SGLang's engine),
             ``afd_attention_tp``, ``afd_transport``, ``afd_max_tokens_per_rank``,
-            ``afd_prefill_block``, ``afd_lanes``, ``afd_startup_timeout``, ``afd_exchange_timeout``,
+            ``afd_prefill_block``, ``afd_lanes``, ``afd_expert_replicas``,
+            ``afd_expert_placement``, ``afd_startup_timeout``, ``afd_exchange_timeout``,
             ``afd_emulate_attention_ranks``, ``afd_emulate_ffn_ranks``,
             ``afd_emulation_is_not_the_model``, ``afd_role``.  ``afd_restart`` and
             ``afd_restart_requests`` are for servers alone.

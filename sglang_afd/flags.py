@@ -110,6 +110,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     group.add_argument(
+        "--afd-expert-replicas",
+        type=int,
+        default=0,
+        metavar="R",
+        help="slots on the FFN ranks beyond one for each expert: busy experts lie on several ranks "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--afd-expert-placement",
+        default="",
+        metavar="FILE",
+        help="which expert each slot holds, or how many rows each expert got, as SGLang's "
+        "--init-expert-location has it; python -m sglang_afd.trace --expert-counts writes one "
+        "(default: in order, then the first R again)",
+    )
+    group.add_argument(
         "--afd-startup-timeout",
         type=float,
         default=600.0,
@@ -241,6 +257,8 @@ def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Comma
         max_tokens_per_rank=_rows(known, rest),
         prefill_block=known.afd_prefill_block,
         lanes=known.afd_lanes,
+        expert_replicas=known.afd_expert_replicas,
+        expert_placement=known.afd_expert_placement,
         startup_timeout=known.afd_startup_timeout,
         exchange_timeout=known.afd_exchange_timeout,
         emulated_attention_ranks=known.afd_emulate_attention_ranks,

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from sglang_afd import model_gate, transport_gate
 from sglang_afd.addresses import is_local, is_port, parse_address, port_problem, resolve_problem
 from sglang_afd.command_line import int_value, last_value, values
-from sglang_afd.config import ConfigError
+from sglang_afd.config import AfdConfig, ConfigError
 from sglang_afd.facts import Facts, Refusal
-from sglang_afd.families import UnsupportedModel
+from sglang_afd.families import MoeFacts, UnsupportedModel
 from sglang_afd.features import refused
+from sglang_afd.placement import PlacementError, read
 from sglang_afd.plan.advice import advise
 from sglang_afd.platform.defaults import environment_problem
 from sglang_afd.spec import gate as spec_gate
@@ -85,10 +86,13 @@ def _topology(facts: Facts) -> Iterator[Refusal]:
     if moe is None:
         return
     try:
-        facts.config.emulation.whole.experts_per_rank(moe.num_experts)
+        facts.config.emulation.whole.experts_per_rank(
+            moe.num_experts + facts.config.expert_replicas
+        )
     except TopologyError as error:
         flag = "--afd-emulate-ffn-ranks" if facts.config.emulated_ffn_ranks else "--afd-ffn-ranks"
         yield Refusal.of(TopologyError(str(error).replace("--afd-ffn-ranks", flag)))
+    yield from _placement(facts.config, moe)
     tp, text = topology.attention_tp, facts.checkpoint.text_config
     heads = text.num_attention_heads
     kv_heads = text.num_key_value_heads
@@ -102,6 +106,23 @@ def _topology(facts: Facts) -> Iterator[Refusal]:
             f"{kv_heads} key-value heads neither divide over nor into --afd-attention-tp {tp}",
             f"choose a divisor or a multiple of {kv_heads}",
         )
+
+
+def _placement(config: AfdConfig, moe: MoeFacts) -> Iterator[Refusal]:
+    """Experts with several slots, or in other places than in order."""
+    most = moe.num_experts * (len(config.emulation.whole.ffn_world) - 1)
+    if config.expert_replicas > most:
+        yield Refusal(
+            f"--afd-expert-replicas {config.expert_replicas} is more than {most}: each of "
+            f"{moe.num_experts} experts once more on every other FFN rank",
+            "lower it",
+        )
+    elif config.expert_placement:
+        experts, replicas = moe.num_experts, config.expert_replicas
+        try:
+            read(config.expert_placement, moe.layers, experts, replicas, None)
+        except PlacementError as error:
+            yield Refusal.of(error)
 
 
 def _devices(facts: Facts) -> Iterator[Refusal]:
@@ -155,7 +176,8 @@ def _topology_summary(facts: Facts) -> str:
         )
     if moe is None:
         return text + "; experts not checked, the model gate refused"
-    per_rank = emulation.whole.experts_per_rank(moe.num_experts)
+    slots = moe.num_experts + facts.config.expert_replicas
+    per_rank = emulation.whole.experts_per_rank(slots)
     return text + f"; {per_rank} experts of a layer on each FFN rank"
 
 

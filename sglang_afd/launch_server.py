@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sglang_afd import on_ray, plugin, start
 from sglang_afd.causes import INTERRUPTED
+from sglang_afd.command_line import expand_config_file
 from sglang_afd.config import ConfigError
 from sglang_afd.front.settings import settings as front_settings
 from sglang_afd.upstream import server
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = sys.argv[1:] if argv is None else list(argv)
     try:
         if not start.asks_for_help(args):
+            args = _with_config_file(args)
             _hand_over(args)
         command = start.prepare(args, program=PROGRAM)
         if command.config is not None:
@@ -40,6 +42,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     except server.FlagError as error:
         start.fail(PROGRAM, f"{error}; see --help")
     server.run(arguments, program=PROGRAM)
+
+
+def _with_config_file(args: list[str]) -> list[str]:
+    """`args` with the options of their --config file, read once, if AFD is asked for anywhere.
+
+    Plain SGLang is left to read the file itself.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    expanded = expand_config_file(args)
+    return expanded if any(arg.startswith("--afd-") for arg in expanded) else args
 
 
 def _hand_over(args: Sequence[str]) -> None:

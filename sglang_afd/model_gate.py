@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang_afd import weights
+from sglang_afd.checkpoint import Checkpoint
 from sglang_afd.command_line import is_on, last_value, values
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import MoeFacts, UnsupportedModel
@@ -60,7 +61,8 @@ def refusals(facts: Facts) -> Iterator[Refusal]:
     yield from _tokenizer(facts)
     unserved = list(_quantisation(facts, moe))
     yield from unserved
-    yield from _weights(facts, look_inside=bool(moe.layers) and not unserved)
+    if last_value(facts.args, "--load-format") != "dummy":
+        yield from weight_refusals(checkpoint, look_inside=bool(moe.layers) and not unserved)
     yield from spec_gate.model_refusals(facts)
 
 
@@ -69,7 +71,7 @@ def summary(facts: Facts) -> str:
     moe = facts.moe
     if moe is None:  # not after the gate has passed
         return ""
-    quantised = declared_quantisation(facts)
+    quantised = declared_quantisation(facts.checkpoint)
     return (
         f"{facts.checkpoint.architecture}: {len(moe.layers)} MoE layers of {moe.num_experts} "
         f"experts, top {moe.top_k}, hidden size {moe.hidden_size}, "
@@ -78,9 +80,9 @@ def summary(facts: Facts) -> str:
     )
 
 
-def declared_quantisation(facts: Facts) -> Mapping[str, Any] | None:
+def declared_quantisation(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """How the checkpoint says that it is quantised; None: it is not."""
-    config, files = facts.checkpoint.config or {}, facts.checkpoint.files or frozenset()
+    config, files = checkpoint.config or {}, checkpoint.files or frozenset()
     text = config.get("text_config") or {}
     for place in (config, text):
         for key in ("quantization_config", "compression_config"):
@@ -146,14 +148,13 @@ def _tokenizer(facts: Facts) -> Iterator[Refusal]:
         )
 
 
-def _weights(facts: Facts, look_inside: bool) -> Iterator[Refusal]:
+def weight_refusals(checkpoint: Checkpoint, look_inside: bool) -> Iterator[Refusal]:
     """What is wrong with the weight files.
 
     Args:
         look_inside: AFD serves the checkpoint's quantisation, so it knows its tensors.
     """
-    checkpoint = facts.checkpoint
-    if checkpoint.files is None or last_value(facts.args, "--load-format") == "dummy":
+    if checkpoint.files is None:
         return
     if not any(name.endswith(".safetensors") for name in checkpoint.files):
         yield Refusal(
@@ -175,14 +176,14 @@ def _weights(facts: Facts, look_inside: bool) -> Iterator[Refusal]:
         yield Refusal.of(error)
         return
     if look_inside:
-        fp8, family = declared_quantisation(facts) is not None, checkpoint.family
+        fp8, family = declared_quantisation(checkpoint) is not None, checkpoint.family
         expected = family.tensors(checkpoint.text_config)
         yield from weights.refusals(stored, expected, family, fp8)
 
 
 def _quantisation(facts: Facts, moe: MoeFacts) -> Iterator[Refusal]:
     asked = last_value(facts.args, "--quantization")
-    declared = declared_quantisation(facts)
+    declared = declared_quantisation(facts.checkpoint)
     if declared is None:
         if asked not in (None, "unquant"):
             yield Refusal(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from sglang_afd import flags
 from sglang_afd.causes import INTERRUPTED
-from sglang_afd.command_line import expand_config_file, last_value, values
+from sglang_afd.command_line import last_value, values
 from sglang_afd.config import AfdConfig, ConfigError
 from sglang_afd.running import end_with_parent, free_port
 from sglang_afd.topology import Role
@@ -72,13 +72,13 @@ def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None
 
 
 def take(argv: Sequence[str]) -> tuple[OnRay | None, list[str]]:
-    """Split a command line into what Ray is asked for (None: nothing) and the rest.
+    """Split a command line, in which no --config is left, into what Ray is asked for (None:
+    nothing) and the rest.
 
     Raises:
-        ConfigError: a flag lacks its value, a node is named but no cluster is, or --config cannot
-            be read.
+        ConfigError: a flag lacks its value, or a node is named but no cluster is.
     """
-    known, rest = flags.take(add_flags, expand_config_file(argv))
+    known, rest = flags.take(add_flags, argv)
     if known.afd_ray is None:
         for role in ("attention", "ffn"):
             if getattr(known, f"afd_ray_{role}_node") is not None:

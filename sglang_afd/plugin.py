@@ -6,6 +6,7 @@ SGLang calls `register` in each of its processes.  Without a deployment in the e
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -83,7 +84,19 @@ def _install() -> None:
         hooks.extend(record.hooks(Path(folder)))
     if not hooks:
         return
+    _end_if_orphaned()
     import sglang
 
     check_version(sglang.__version__)
     install(hooks)
+
+
+def _end_if_orphaned() -> None:
+    """End this process if the one that started it is gone already.
+
+    SGLang's processes ask the kernel to be killed with their parent just before they load plugins,
+    and a parent that dies while they import is gone by then: they would stay for ever.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        raise SystemExit(f"sglang_afd: process {parent.pid}, which started this one, is gone")

@@ -104,7 +104,8 @@ class Topology:
             raise TopologyError(
                 f"{num_experts} experts do not divide over {owners} FFN ranks "
                 f"(--afd-ffn-ranks {self.ffn_ranks} x --afd-attention-tp {self.attention_tp}); "
-                f"choose a product out of {', '.join(map(str, fits))}"
+                f"choose a product out of {', '.join(map(str, fits))}, or "
+                f"{-num_experts % owners} more --afd-expert-replicas"
             )
         return num_experts // owners
 

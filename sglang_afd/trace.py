@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 
 from sglang_afd.observe import timeline
-from sglang_afd.observe.trace import BadTrace, Trace, read
+from sglang_afd.observe.trace import BadTrace, Trace, expert_counts, read
+from sglang_afd.placement import COUNT
 
 _DESCRIPTION = (
     "Record the next steps of a running server, or read a trace that was saved, and look at them: "
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             save(trace, arguments.save)
         if arguments.perfetto:
             arguments.perfetto.write_text(json.dumps(timeline.perfetto(trace)))
+        if arguments.expert_counts:
+            arguments.expert_counts.write_text(json.dumps({COUNT: expert_counts(trace)}))
         if arguments.plot:
             timeline.draw(trace, arguments.plot)
         print(describe(trace))
@@ -144,6 +147,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--save", type=Path, help="write the trace there, as JSON")
     parser.add_argument("--perfetto", type=Path, help="write a JSON for ui.perfetto.dev there")
+    parser.add_argument(
+        "--expert-counts",
+        type=Path,
+        help="write how many rows each expert got there, for --afd-expert-placement",
+    )
     parser.add_argument("--plot", type=Path, help="write a figure of one step there: .png or .svg")
     return parser
 

@@ -204,7 +204,7 @@ def _deepep_model(facts: Facts, moe: MoeFacts) -> Iterator[Refusal]:
             mend,
         )
     topology = facts.config.topology
-    per_rank = -(-moe.num_experts // len(topology.ffn_world))
+    per_rank = -(-(moe.num_experts + facts.config.expert_replicas) // len(topology.ffn_world))
     slots = topology.world_size * per_rank
     if slots > DEEPEP_MAX_SLOTS or per_rank > DEEPEP_MAX_LOCAL_EXPERTS:
         yield Refusal(

@@ -24,7 +24,7 @@ def estimate(config: AfdConfig, facts: MoeFacts, *, itemsize: int, fp8: bool) ->
         fp8: the experts are FP8.
     """
     rows = Rows(
-        num_experts=facts.num_experts,
+        num_experts=facts.num_experts + config.expert_replicas,
         hidden_size=facts.hidden_size,
         top_k=facts.top_k,
         itemsize=itemsize,
@@ -91,7 +91,7 @@ def _common(context: RankContext) -> dict[str, Any]:
     return {
         "topology": context.topology,
         "rank": context.rank,
-        "num_experts": facts.num_experts,
+        "num_experts": context.slots,
         "hidden_size": facts.hidden_size,
         "top_k": facts.top_k,
     }

@@ -7,7 +7,8 @@ from sglang_afd.features.row import LEAVE_OUT, NOT_SHOWN, Feature, Switch, flags
 REFUSED: tuple[Feature, ...] = (
     refused(
         "Prefill-decode disaggregation",
-        NOT_SHOWN,
+        f"{NOT_SHOWN}: FFN ranks would take part in its event loops and its rooms, but have no KV "
+        "cache to send or receive",
         "serve prefill and decode in one deployment",
         Switch("--disaggregation-mode", off=("null",)),
         *flags("--enable-pdmux", "--enable-pd-role-switch"),
@@ -43,8 +44,8 @@ REFUSED: tuple[Feature, ...] = (
     ),
     refused(
         "EPLB, redundant experts, expert placement and its recording",
-        "every FFN rank owns an equal, fixed slice of the experts, and attention ranks count none",
-        LEAVE_OUT,
+        "SGLang would place experts on all ranks, attention ranks too, and count them on each",
+        "use --afd-expert-replicas and --afd-expert-placement",
         *flags("--enable-eplb", "--ep-dispatch-algorithm", "--expert-distribution-recorder-mode"),
         Switch("--ep-num-redundant-experts", off=("0",)),
         Switch("--init-expert-location", off=("trivial",)),

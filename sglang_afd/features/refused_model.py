@@ -81,12 +81,12 @@ REFUSED: tuple[Feature, ...] = (
         ),
     ),
     refused(
-        "Weight updates (from disk, tensors, another process, over IPC)",
-        "an update would reach the attention ranks' half of the model and not the experts",
-        "restart the server with the new checkpoint",
+        "Weight updates from tensors, another process or over IPC",
+        f"{NOT_SHOWN}: every rank would be sent the whole model, and FFN ranks take the tensors of "
+        "their own experts alone, all at once",
+        "write the weights to disk and call /update_weights_from_disk",
         Switch("--checkpoint-engine-wait-weights-before-ready"),
         requests=(
-            "/update_weights_from_disk",
             "/update_weights_from_tensor",
             "/update_weights_from_distributed",
             "/update_weights_from_ipc",

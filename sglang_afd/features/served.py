@@ -104,5 +104,23 @@ SERVED: tuple[Feature, ...] = (
         _ENDPOINTS + "test_pause_and_continue",
         requests=("/pause_generation", "/continue_generation"),
     ),
+    served(
+        "Redundant and placed experts (--afd-expert-replicas, --afd-expert-placement)",
+        "integration/test_expert_replicas.py::test_experts_with_several_slots",
+        limit="docs/operating.md: by a file, or by POST /afd/experts while it runs, then "
+        "without a draft; never by itself; shown on CPUs",
+    ),
+    served(
+        "SGLang's router in front (sglang-router)",
+        "integration/test_router.py::test_router",
+        limit="--dp-aware names attention ranks alone; not its prefill-decode mode",
+    ),
+    served(
+        "Weight updates from disk",
+        "integration/test_weight_update.py::test_update_from_disk",
+        requests=("/update_weights_from_disk",),
+        limit="safetensors of the same model on every host's disk, without a draft; all ranks take "
+        "them, or none; /health says 503 while they are read; shown on CPUs",
+    ),
     served("Profiling", _ENDPOINTS + "test_profile", requests=("/start_profile", "/stop_profile")),
 )

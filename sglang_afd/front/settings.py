@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sglang_afd.command_line import expand_config_file, int_value, last_value, values
+from sglang_afd.command_line import int_value, last_value, values
 from sglang_afd.config import ConfigError
 from sglang_afd.flags import FFN_PORT, RETRY, add_restart_flags, check_restart, take
 from sglang_afd.topology import Role
@@ -27,12 +27,12 @@ class Settings(NamedTuple):
 
 
 def settings(argv: Sequence[str]) -> Settings | None:
-    """What `argv` asks for; None: no front.
+    """What `argv`, in which no --config is left, asks for; None: no front.
 
     Raises:
         ConfigError: it cannot be right.
     """
-    own, world = take(add_restart_flags, expand_config_file(argv))
+    own, world = take(add_restart_flags, argv)
     check_restart(own)
     if not own.afd_restart:
         return None

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import torch
 
 from sglang_afd.observe.stages import StepTimes
 
@@ -28,6 +29,8 @@ class TracedStep(msgspec.Struct, frozen=True):
     """As `StepTimes` has it."""
     spans: list[tuple[str, float, float]]
     """(stage, beginning, end) without gaps; empty if the step was replayed from a graph."""
+    expert_rows: list[list[int]] | None = None
+    """F: rows that each slot got in each MoE layer; None if the step was replayed."""
 
 
 class RankTrace(msgspec.Struct, frozen=True):
@@ -41,6 +44,10 @@ class RankTrace(msgspec.Struct, frozen=True):
     asked: int
     """How many steps were asked for; fewer were recorded if fewer ran."""
     steps: list[TracedStep]
+    experts: list[list[int]] = []
+    """F: the expert in each of its slots, for each MoE layer."""
+    slots: int = 0
+    """F: of a layer on all F ranks together."""
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -71,9 +78,18 @@ def read(path: Path) -> Trace:
 class TraceRecorder:
     """Keeps the next steps of a rank; a listener of its `StepTimer`."""
 
-    def __init__(self, rank: int, name: str, role: str, layers: list[int], asked: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        name: str,
+        role: str,
+        layers: list[int],
+        asked: int,
+        experts: list[list[int]],
+        slots: int,
+    ) -> None:
         self._since_epoch = time.time() - time.monotonic()
-        self.trace = RankTrace(rank, name, role, layers, asked, [])
+        self.trace = RankTrace(rank, name, role, layers, asked, [], experts, slots)
 
     @property
     def complete(self) -> bool:
@@ -97,5 +113,46 @@ class TraceRecorder:
                 times.end + to,
                 times.interval,
                 [(span.stage.value, span.start + to, span.end + to) for span in times.spans],
+                _by_layer(times.loads, len(self.trace.layers)),
             )
         )
+
+
+def _by_layer(loads: torch.Tensor | None, layers: int) -> list[list[int]] | None:
+    """[layers x rounds, E_local] rows of each exchange -> those of each layer."""
+    return None if loads is None else loads.unflatten(0, (layers, -1)).sum(1).tolist()
+
+
+def expert_counts(trace: Trace) -> list[list[int]]:
+    """Rows that each expert got in all steps: one list for every decoder layer up to the last.
+
+    Raises:
+        BadTrace: no step of an FFN rank has them, or ranks are missing.
+    """
+    counted = [
+        (rank, step.expert_rows)
+        for rank in trace.ranks
+        for step in rank.steps
+        if step.expert_rows is not None and rank.experts
+    ]
+    if not any(rank.steps for rank in trace.ranks):
+        raise BadTrace("no rank made a step; send requests while it is recorded")
+    if not counted:
+        raise BadTrace(
+            "no step in the trace tells what each expert got: replayed ones do not; record while "
+            "prompts come in, or start the server with --disable-cuda-graph"
+        )
+    told = {rank.rank: len(rank.experts[0]) for rank, _ in counted}
+    if sum(told.values()) < counted[0][0].slots:
+        raise BadTrace(
+            f"the trace tells of {sum(told.values())} of {counted[0][0].slots} slots: with "
+            f"--afd-attention-tp only the first of each FFN rank's world ranks is asked, and FFN "
+            f"ranks whose steps were all replayed tell nothing"
+        )
+    experts = 1 + max(expert for rank, _ in counted for row in rank.experts for expert in row)
+    found = [[0] * experts for _ in range(1 + max(counted[0][0].layers))]
+    for rank, rows in counted:
+        for layer, held, row in zip(rank.layers, rank.experts, rows, strict=True):
+            for expert, number in zip(held, row, strict=True):
+                found[layer][expert] += number
+    return found

@@ -31,6 +31,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         loads,
         memory,
         peers,
+        placement,
         processes,
         ranks,
         refusals,
@@ -39,6 +40,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         step_sync,
         telemetry,
         text_only,
+        weight_update,
     )
 
     return (
@@ -66,5 +68,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *ending.HOOKS,
         *health.hooks(config),
         *in_flight.HOOKS,
+        *weight_update.hooks(config),
+        *placement.HOOKS,
         *leftovers.HOOKS,
     )

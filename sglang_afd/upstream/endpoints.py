@@ -1,4 +1,4 @@
-"""The deployment's own addresses on SGLang's HTTP server: /afd, /afd/status, /afd/trace."""
+"""The deployment's own addresses on SGLang's HTTP server: /afd and what lies below it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_afd.observe import status
 from sglang_afd.upstream.hooks import Hook, Kind
+from sglang_afd.upstream.placement import place_anew
 from sglang_afd.upstream.telemetry import MOST_STEPS, RECORD, SHOW, WATCH
 
 
@@ -40,6 +41,15 @@ def _add_routes(server_args: Any, manager: Any, *args: Any, **kwargs: Any) -> No
         return JSONResponse(
             status.of(states, {load.dp_rank: load.to_dict() for load in loads}, started)
         )
+
+    @app.post("/afd/experts")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def place(table: dict[str, Any]) -> Any:
+        """Place experts anew, as --afd-expert-placement would; requests that run wait."""
+        problem = await place_anew(manager, table)
+        if problem is not None:
+            raise HTTPException(400, problem)
+        return JSONResponse({"success": True})
 
     @app.post("/afd/trace")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)

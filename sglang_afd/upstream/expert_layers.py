@@ -7,13 +7,14 @@ experts alone: a layer of E/F experts on one expert-parallel rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import product, starmap
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
 from sglang_afd.attention.exchange import AttentionExchange
+from sglang_afd.attention.slots import SlotChoice
 from sglang_afd.context import current
 from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
 from sglang_afd.families import ExpertTensor
@@ -46,12 +47,31 @@ class RemoteExperts(nn.Module):
         super().__init__()
         self.layer_id, self.routing_method_type = layer_id, routing_method_type
         self.moe_runner_config = MoeRunnerConfig(inplace=False)
+        context = current()
+        self.slots = (
+            SlotChoice(
+                context.placed.slots_of(layer_id),
+                context.rank,
+                most=context.config.expert_replicas + 1,
+            )
+            if context.config.expert_replicas or context.config.expert_placement
+            else None
+        )
 
     def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
         """[n, H] rows and SGLang's top-k output -> [n, H] combined rows."""
         if _exchange is None:
             raise RuntimeError("the experts were called before the transport was made")
-        return _exchange(hidden_states, topk_output.topk_ids, topk_output.topk_weights)
+        ids = topk_output.topk_ids
+        ids = ids if self.slots is None else self.slots(ids)
+        return _exchange(hidden_states, ids, topk_output.topk_weights)
+
+
+def choose_anew(model: nn.Module) -> None:
+    """Have an A rank's model send rows to the slots where experts lie now."""
+    for module in model.modules():
+        if isinstance(module, RemoteExperts) and module.slots is not None:
+            module.slots.use(current().placed.slots_of(module.layer_id))
 
 
 class ExpertModel(nn.Module):
@@ -68,7 +88,6 @@ class ExpertModel(nn.Module):
         context = current()
         facts = context.facts
         self.config, self.quant_config = config, quant_config
-        self.owned = context.owned_experts
         self.start_layer = 0
         self.end_layer = getattr(config, "text_config", config).num_hidden_layers
         alone = {"moe_ep_size": 1, "moe_ep_rank": 0, "moe_tp_size": 1, "moe_tp_rank": 0}
@@ -76,7 +95,7 @@ class ExpertModel(nn.Module):
             self.layers = nn.ModuleDict(
                 {
                     str(layer): module.FusedMoE(
-                        num_experts=len(self.owned),
+                        num_experts=len(context.own_slots),
                         top_k=facts.top_k,
                         layer_id=layer,
                         hidden_size=facts.hidden_size,
@@ -103,24 +122,25 @@ class ExpertModel(nn.Module):
         context = current()
         parameters = dict(self.named_parameters())
         suffixes = {name.split("_", 1)[1] for name in parameters}
-        every = product(context.facts.layers, self.owned, ("w1", "w2", "w3"), suffixes)
-        missing = set(starmap(ExpertTensor, every))
+        slots = {layer: _places(context.held(layer)) for layer in context.facts.layers}
+        missing = {
+            ExpertTensor(layer, expert, *rest)
+            for layer, held in slots.items()
+            for expert, *rest in product(held, ("w1", "w2", "w3"), suffixes)
+        }
         for name, value in weights:
             tensor = context.family.expert_tensor(name)
-            if tensor is None or tensor.expert not in self.owned:
+            if tensor is None or tensor.expert not in slots.get(tensor.layer, {tensor.expert: []}):
                 continue
             weight = "w2" if tensor.projection == "w2" else "w13"
             target = f"layers.{tensor.layer}.{weight}_{tensor.suffix}"
             parameter = parameters.get(target)
             if parameter is None:
                 raise ValueError(f"{context.name} has no place for {name} (no {target})")
-            parameter.weight_loader(
-                parameter,
-                value,
-                target,
-                shard_id=tensor.projection,
-                expert_id=tensor.expert - self.owned.start,
-            )
+            for slot in slots[tensor.layer][tensor.expert]:
+                parameter.weight_loader(
+                    parameter, value, target, shard_id=tensor.projection, expert_id=slot
+                )
             missing.discard(tensor)
         if missing:
             raise ValueError(
@@ -135,6 +155,14 @@ class ExpertModel(nn.Module):
     def experts(self) -> list[Callable[[RowBatch | MaskedBatch], torch.Tensor]]:
         """The layers as the serve loop calls them."""
         return [_runner(layer) for layer in self.layers.values()]
+
+
+def _places(held: Iterable[int]) -> dict[int, list[int]]:
+    """The slots of each expert among those of this rank."""
+    places: dict[int, list[int]] = {}
+    for slot, expert in enumerate(held):
+        places.setdefault(expert, []).append(slot)
+    return places
 
 
 def _runner(layer: Any) -> Callable[[RowBatch | MaskedBatch], torch.Tensor]:
@@ -218,7 +246,9 @@ def _locate_over_ffn_ranks(
 ) -> Any:
     from sglang.srt.eplb import expert_location as module
 
-    with parallel_view(module, ep_size=len(current().topology.ffn_world)):
+    # SGLang's map knows no slots of ours, and wants experts that divide over its ranks.
+    ranks = 1 if current().config.expert_replicas else len(current().topology.ffn_world)
+    with parallel_view(module, ep_size=ranks):
         return original(model_config=model_config, moe_ep_rank=0)
 
 

@@ -14,6 +14,7 @@ from sglang_afd.context import current
 from sglang_afd.observe.holdings import Holdings, table
 from sglang_afd.topology import Role
 from sglang_afd.transports import estimate
+from sglang_afd.upstream.gather import gather
 from sglang_afd.upstream.hooks import Hook, Kind
 
 logger = logging.getLogger(__name__)
@@ -108,8 +109,6 @@ def _status_bytes(field: str) -> int:
 
 def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """All ranks learn all ranks' holdings; rank 0 logs them."""
-    import torch.distributed as dist
-
     context = current()
     runner = scheduler.tp_worker.model_runner
     parameters = list(runner.model.parameters())
@@ -127,7 +126,7 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
     mine = Holdings(
         rank=context.name,
         role=context.role.value,
-        experts=0 if attention else len(context.owned_experts),
+        experts=0 if attention else len(context.own_slots),
         parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(weight.nbytes for weight in weights),
         load_peak_bytes=_load_peak,
@@ -141,9 +140,7 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
         passing_estimate_bytes=held.passing,
         graph_bytes=_measured.get("graphs", 0) + int(sum(sizes.values()) * 2**30),
     )
-    everyone: list[Any] = [None] * context.topology.world_size
-    dist.all_gather_object(everyone, mine, group=scheduler.tp_cpu_group)
-    _holdings[:] = everyone
+    _holdings[:] = gather(mine, Holdings, scheduler.tp_cpu_group)
     if context.rank == 0:
         logger.info("What the ranks hold:\n%s", table(_holdings))
 

@@ -38,7 +38,7 @@ def _read_own_tensors(
 def _own_parts(fused: FusedExperts, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of this rank's experts out of that of a layer's, as if each had its own."""
     context = current()
-    for expert in context.owned_experts:
+    for expert in sorted(set(context.held(fused.layer))):
         parts = tensor[expert].chunk(len(fused.projections))
         for projection, part in zip(fused.projections, parts):
             own = ExpertTensor(fused.layer, expert, projection, "weight")

@@ -12,7 +12,7 @@ import torch
 
 from sglang_afd.attention.empty_rounds import EmptyRounds
 from sglang_afd.attention.exchange import AttentionExchange
-from sglang_afd.config import AfdConfig
+from sglang_afd.config import AfdConfig, fingerprint
 from sglang_afd.context import RankContext, current, enter
 from sglang_afd.dispatch.step_plan import StepPlan
 from sglang_afd.dispatch.transport import ExchangeError, RoutedRows, Transport
@@ -24,9 +24,11 @@ from sglang_afd.identity import checkpoint_identity
 from sglang_afd.topology import Role
 from sglang_afd.transports import join
 from sglang_afd.upstream import expert_layers, graphs
+from sglang_afd.upstream.gather import gather
 from sglang_afd.upstream.groups import make_attention_group
 from sglang_afd.upstream.holdings import measure_buffers, measure_graphs
 from sglang_afd.upstream.hooks import Hook, Kind
+from sglang_afd.upstream.placement import placement_of
 from sglang_afd.upstream.roles import on_ffn
 from sglang_afd.upstream.speculation import no_aux_rows
 
@@ -62,8 +64,10 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         model, schedule, spec = scheduler.model_config, get_schedule(), get_spec()
         family = family_of(model.hf_config.architectures[0])
         facts = family.facts(model.hf_text_config)
+        placement = placement_of(config, facts)
         agreement: dict[str, object] = {
             **config.agreement(),
+            "experts lie": fingerprint({str(k): v for k, v in placement.layers.items()}),
             "model": f"{model.hf_config.architectures[0]} {facts}",
             "dtype": str(model.dtype),
             "quantization": str(model.quantization),
@@ -77,7 +81,17 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         }
         rows = spec.speculative_num_draft_tokens if spec.speculative_algorithm else 1
         rank = get_parallel().tp_rank
-        enter(RankContext(config, rank, family, facts, agreement, rows_per_request=rows))
+        enter(
+            RankContext(
+                config,
+                rank,
+                family,
+                facts,
+                agreement,
+                rows_per_request=rows,
+                placement=placement,
+            )
+        )
 
     def connect(scheduler: Any) -> None:
         nonlocal transport, exchange
@@ -262,14 +276,11 @@ def verify_agreement(context: RankContext, group: Any) -> None:
     Raises:
         ConfigError: ranks differ; names the ranks and every differing field.
     """
-    import torch.distributed as dist
-
     from sglang_afd.config import ConfigError, differences
 
-    everyone: list[dict[str, object]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, context.agreement, group=group)
+    everyone = gather(context.agreement, dict[str, object], group)
     for rank, theirs in enumerate(everyone):
-        differing = differences(context.agreement, theirs)
+        differing = differences(everyone[context.rank], theirs)
         if differing:
             raise ConfigError(
                 f"{context.name} and {context.topology.name_of(rank)} are configured differently: "

@@ -17,7 +17,6 @@ _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _ANSWERING: dict[str, tuple[object, ...]] = {
     # methods that return (success, message, ...), which their endpoint makes a 400: what follows
-    f"{_MANAGER}.update_weights_from_disk": (0,),
     f"{_CONTROL}.update_weights_from_tensor": (),
     f"{_CONTROL}.update_weights_from_distributed": (),
     f"{_CONTROL}.update_weights_from_ipc": (),

@@ -5,6 +5,7 @@ Ranks are asked through SGLang's own internal state, which reaches every DP rank
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from sglang_afd.observe.metrics import StepMetrics
 from sglang_afd.observe.stages import StepTimes
 from sglang_afd.observe.summary import RecentSteps
 from sglang_afd.observe.trace import TraceRecorder
+from sglang_afd.topology import Role
 from sglang_afd.upstream.hooks import Hook, Kind
 
 MOST_STEPS = 1000
@@ -21,7 +23,10 @@ MOST_STEPS = 1000
 
 RECORD, SHOW, WATCH = "afd_trace_steps", "afd_trace_show", "afd_watch"
 """Keys of SGLang's internal state that ranks obey: record the next steps (0: stop and forget); show
-the trace with the state (1) or not (0); from now on say how busy the rank is (1)."""
+the trace with the state (1) or not (0); say how busy the rank is (1), for `WATCHED` seconds."""
+
+WATCHED = 30.0
+"""Seconds: more than the page takes from one question to the next, by far."""
 
 _STATE = "sglang.srt.managers.scheduler_components.internal_state"
 
@@ -32,6 +37,7 @@ class Telemetry:
     def __init__(self) -> None:
         self._recorder: TraceRecorder | None = None
         self._recent: RecentSteps | None = None
+        self._watch_until = 0.0
         self._show = False
 
     def obey(self, key: str, value: float) -> None:
@@ -40,9 +46,10 @@ class Telemetry:
         if key == SHOW:
             self._show = bool(value)
         elif key == WATCH:
+            self._watch_until = time.monotonic() + WATCHED
             if self._recent is None:
                 self._recent = RecentSteps()
-                timer.subscribe(self._recent)
+                timer.subscribe(self._watch)
         else:
             timer.forget(self._record)
             self._recorder = None
@@ -59,6 +66,14 @@ class Telemetry:
             told["trace"] = msgspec.to_builtins(self._recorder.trace)
         return told
 
+    def _watch(self, times: StepTimes) -> None:
+        """Remember a step; once nobody has asked for long, none is timed for that any more."""
+        assert self._recent is not None, "it is forgotten with the listener"
+        self._recent(times)
+        if time.monotonic() > self._watch_until:
+            current().timer.forget(self._watch)
+            self._recent = None
+
     def _record(self, times: StepTimes) -> None:
         """Keep a step; once there are enough, no step is timed for the trace any more."""
         assert self._recorder is not None, "it is forgotten with the recorder"
@@ -69,7 +84,11 @@ class Telemetry:
     def _new_recorder(self, steps: int) -> TraceRecorder:
         context = current()
         layers = list(context.facts.layers)
-        return TraceRecorder(context.rank, context.name, context.role.value, layers, steps)
+        ffn = context.role is Role.FFN
+        held = [list(context.held(layer)) for layer in layers] if ffn else []
+        return TraceRecorder(
+            context.rank, context.name, context.role.value, layers, steps, held, context.slots
+        )
 
 
 def hooks() -> tuple[Hook, ...]:

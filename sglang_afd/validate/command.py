@@ -273,7 +273,7 @@ def _longest(facts: Facts, config: Mapping[str, Any]) -> int:
 
 def _precision(facts: Facts, dtype: str) -> Precision:
     """Which thresholds are the deployment's."""
-    if declared_quantisation(facts):
+    if declared_quantisation(facts.checkpoint):
         return "fp8"
     if dtype == "auto":
         text = _text(facts.checkpoint.config or {})

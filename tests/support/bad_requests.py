@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import requests
@@ -10,6 +15,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 BASE = "http://server"
+LONGEST = 600.0  # seconds: what no request of a test takes, however slow the machine is
 
 
 class Request(NamedTuple):
@@ -21,15 +27,30 @@ class Request(NamedTuple):
     headers: tuple[tuple[str, str], ...]
     body: bytes
 
-    def send(self, base_url: str, seconds: float) -> int | None:
-        """The answer's status; None: the connection was closed without one, or none came."""
+    def send(self, base_url: str, patience: float, progress: Callable[[], object]) -> int | None:
+        """The answer's status; None: the connection was closed without one, or none came.
+
+        None comes once `progress` has told the same for `patience` seconds: how long a generation
+        takes is the machine's affair, and one that stands still has lost its request.
+        """
+        answers: queue.Queue[int | None] = queue.Queue()
+        threading.Thread(target=lambda: answers.put(self._ask(base_url)), daemon=True).start()
+        last, since = progress(), time.monotonic()
+        while time.monotonic() < since + patience:
+            with suppress(queue.Empty):
+                return answers.get(timeout=min(1.0, patience / 4))
+            if (now := progress()) != last:
+                last, since = now, time.monotonic()
+        return None
+
+    def _ask(self, base_url: str) -> int | None:
         try:
             answer = requests.request(
                 self.method,
                 base_url + self.path,
                 headers=dict(self.headers),
                 data=self.body,
-                timeout=seconds,
+                timeout=LONGEST,
                 stream=True,  # the status counts: a long answer may go on
             )
         except requests.RequestException:

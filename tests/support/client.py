@@ -9,7 +9,7 @@ from typing import Any
 
 import requests
 
-TIMEOUT = 120.0  # seconds for one request; nothing in the tests takes half of it
+TIMEOUT = 240.0  # seconds for one request; nothing takes a tenth of it on a quiet machine
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ def test_gates(tmp_path: Path) -> None:
 def test_a_rank_knows_what_it_owns() -> None:
     config = AfdConfig(attention_ranks=1, ffn_ranks=1, emulated_ffn_ranks=4)
     context = RankContext(config, 1, FAMILIES["Qwen3MoeForCausalLM"], FACTS, {})
-    assert context.owned_experts == range(2)
+    assert context.own_slots == range(2)
     name = "model.layers.1.mlp.experts.{}.up_proj.weight"
     assert [context.loads_tensor(name.format(expert)) for expert in range(3)] == [True, True, False]
 

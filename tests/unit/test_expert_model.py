@@ -38,7 +38,6 @@ def model(monkeypatch: pytest.MonkeyPatch, loaded: Loaded) -> ExpertModel:
     monkeypatch.setattr(context_module, "_current", rank)
     model = ExpertModel.__new__(ExpertModel)
     nn.Module.__init__(model)
-    model.owned = range(2, 4)
     model.layers = nn.ModuleDict({str(layer): nn.Module() for layer in LAYERS})
     for layer, weight, suffix in product(LAYERS, ("w13", "w2"), SUFFIXES):
         parameter = nn.Parameter(torch.zeros(1))

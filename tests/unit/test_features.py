@@ -212,7 +212,7 @@ def test_document_has_a_row_for_each_feature() -> None:
 
 
 def test_refused_requests_are_found() -> None:
-    assert refused_request("/update_weights_from_disk").name.startswith("Weight updates")
+    assert refused_request("/update_weights_from_tensor").name.startswith("Weight updates")
     for request in ("/flush_cache", "/nothing"):
         with pytest.raises(KeyError):
             refused_request(request)

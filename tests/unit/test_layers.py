@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: tuple[tuple[str, ...], ...] = (
     # from the inside out; members of a layer do not know each other
     (
-        *("topology", "kernels", "families", "addresses", "machine", "embedded"),
+        *("topology", "kernels", "families", "addresses", "machine", "embedded", "placement"),
         *("causes", "identity", "lanes", "patches", "progress", "rollcall", "whole_file"),
     ),
     ("emulation", "model_fields"),
@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("transport_gate", "weights"),
     ("spec",),
     ("model_gate", "plan"),
+    ("weight_update",),
     ("upstream",),
     ("platform", "running"),
     ("gate", "on_ray"),

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from sglang_afd.config import AfdConfig
 from sglang_afd.upstream.loads import hooks
 
+CONFIG = AfdConfig(attention_ranks=2, ffn_ranks=2, attention_tp=2)
+
 
 def test_ffn_ranks_have_no_load() -> None:
-    [hook] = hooks(AfdConfig(attention_ranks=2, ffn_ranks=2, attention_tp=2))
+    _, hook = hooks(CONFIG)
 
     async def original(manager: str, dp_rank: int | None = None) -> list[SimpleNamespace]:
         assert manager == "manager"
@@ -22,3 +24,10 @@ def test_ffn_ranks_have_no_load() -> None:
 
     assert ranks(None) == [0, 1]
     assert (ranks(1), ranks(2)) == ([1], [])
+
+
+def test_dp_ranks_are_those_that_take_requests() -> None:
+    hook, _ = hooks(CONFIG)
+    told = {"dp_size": 1, "tp_size": 8}
+    assert hook.fn(told, "server_args", {}) == {"dp_size": 2, "tp_size": 8}
+    assert told["dp_size"] == 1, "what SGLang keeps stays as it is"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
 
 from sglang_afd.config import ENV
 from sglang_afd.plugin import CPU_ENV
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -50,3 +53,30 @@ def test_with_ours_or_with_nothing_to_install_it_goes_on() -> None:
     cpu = {"SGLANG_PLATFORM": "sglang_afd_cpu", CPU_ENV: "1"}
     assert launch(**cpu, **DEPLOYMENT, SGLANG_PLUGINS="other, sglang_afd") == "installed"
     assert launch(SGLANG_PLUGINS="other", SGLANG_USE_CPU_ENGINE="0") == "installed"
+
+
+PARENT = """
+import multiprocessing, sys, time
+from tests.support.orphan import child
+process = multiprocessing.get_context("spawn").Process(target=child, args=(sys.argv[1],))
+process.start()
+print(process.pid, flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_process_whose_parent_died_while_it_imported_ends(tmp_path: Path) -> None:
+    """SGLang asks to be killed with its parent only then, when there is none left."""
+    running = tmp_path / "running"
+    command = [sys.executable, "-c", PARENT, str(running)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        try:
+            assert wait_until(running.exists, 60)
+            parent.kill()
+            assert wait_until(lambda: not child.is_running(), 30), "it stays"
+        finally:
+            parent.kill()
+            if child.is_running():
+                child.kill()

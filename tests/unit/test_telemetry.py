@@ -10,7 +10,8 @@ from sglang_afd.context import RankContext
 from sglang_afd.dispatch.step_plan import Caps, StepKind, StepPlan
 from sglang_afd.families import FAMILIES, MoeFacts
 from sglang_afd.observe.stages import HostClock
-from sglang_afd.upstream.telemetry import RECORD, SHOW, Telemetry
+from sglang_afd.upstream import telemetry as module
+from sglang_afd.upstream.telemetry import RECORD, SHOW, WATCH, Telemetry
 
 pytestmark = pytest.mark.unit
 
@@ -47,3 +48,27 @@ def test_a_complete_trace_costs_no_more(rank: RankContext, monkeypatch: pytest.M
     assert [step["step_id"] for step in telemetry.state()["trace"]["steps"]] == [5]
     telemetry.obey(RECORD, 0)
     assert telemetry.state() == {}
+
+
+def test_a_rank_is_watched_while_somebody_asks(
+    rank: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    telemetry, marks, now = Telemetry(), list[float](), [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+
+    def timed(step: int) -> bool:
+        before = len(marks)
+        run(rank, step, marks, monkeypatch)
+        return len(marks) > before
+
+    telemetry.obey(WATCH, 1)
+    assert timed(1) and timed(2)
+    now[0] += module.WATCHED - 1
+    telemetry.obey(WATCH, 1)
+    now[0] += module.WATCHED - 1
+    assert timed(3) and "recent" in telemetry.state()
+    now[0] += 2
+    timed(4)  # the first step that comes too late is noticed as it ends
+    assert not timed(5) and "recent" not in telemetry.state()
+    telemetry.obey(WATCH, 1)
+    assert timed(6) and telemetry.state()["recent"]["steps"] >= 0

@@ -50,7 +50,7 @@ def test_uneven_experts_are_refused_with_the_counts_that_fit() -> None:
     message = str(refusal.value)
     assert "16 experts do not divide over 6 FFN ranks" in message
     assert "--afd-ffn-ranks 3 x --afd-attention-tp 2" in message
-    assert message.endswith("choose a product out of 1, 2, 4, 8, 16")
+    assert "choose a product out of 1, 2, 4, 8, 16, or 2 more --afd-expert-replicas" in message
 
 
 @given(layouts)

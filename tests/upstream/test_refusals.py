@@ -19,7 +19,6 @@ from sglang_afd.upstream.ports import first_command_ports, one_command_ports
 pytestmark = pytest.mark.upstream
 
 BODIES: dict[str, dict] = {
-    "/update_weights_from_disk": {"model_path": "x"},
     "/update_weights_from_tensor": {"serialized_named_tensors": ["eA=="]},
     "/update_weights_from_distributed": {"names": [], "dtypes": [], "shapes": []},
     "/update_weights_from_ipc": {"zmq_handles": {}},

@@ -1,0 +1,81 @@
+"""When a running deployment takes another checkpoint's weights, and what its ranks compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_afd.checkpoint import read_checkpoint
+from sglang_afd.topology import Topology
+from sglang_afd.upstream import weight_update as upstream
+from sglang_afd.weight_update import refusals
+from tests.support.gate_facts import FP8, write_model, write_weights
+
+pytestmark = pytest.mark.unit
+
+
+def said(served: Path, new: Path, load_format: str = "auto") -> list[str]:
+    checkpoints = [read_checkpoint(["--model-path", str(path)]) for path in (served, new)]
+    return [f"{r.message}; {r.mend}" for r in refusals(*checkpoints, load_format)]
+
+
+def test_another_training_step_of_the_same_model_is_taken(tmp_path: Path) -> None:
+    served = write_model(tmp_path / "served")
+    later = {"transformers_version": "9.9", "dtype": "float32", "sliding_window": 4}
+    assert said(served, write_model(tmp_path / "new", **later)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"rope_theta": 2.0}, "differs in rope_theta;"),
+        ({"num_experts": 8, "hidden_size": 64}, "differs in hidden_size, num_experts;"),
+        ({"quantization_config": {**FP8, "quant_method": "awq"}}, "in quantization_config.quant"),
+    ],
+)
+def test_another_model_is_refused(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+    served = write_model(tmp_path / "served", rope_theta=1.0, quantization_config=FP8)
+    kept = {"rope_theta": 1.0, "quantization_config": FP8}
+    [text] = said(served, write_model(tmp_path / "new", **{**kept, **changes}))
+    assert why in text and "restart the deployment with it" in text
+
+
+def test_files_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    served, new = write_model(tmp_path / "served"), write_model(tmp_path / "new")
+    write_weights(new / "model.safetensors", {"lm_head.weight": ("BF16", (1024, 2048))})
+    [text] = said(served, new)
+    assert "lacks" in text
+    [text] = said(served, tmp_path / "nowhere")
+    assert "there is no directory" in text
+    [text] = said(served, served, "dummy")
+    assert "load format dummy" in text
+
+
+@pytest.mark.parametrize(
+    ("read", "wrong"),
+    [
+        ([7, 7, 7], ""),
+        ([7, 7, None], "FFN rank 0 (world rank 2) could not take the weights of /new"),
+        ([None, 7, 8], "attention rank 0 (world rank 0) could not take the weights of /new"),
+        ([7, 7, 8], "FFN rank 0 (world rank 2) found another checkpoint at /new than rank 0"),
+    ],
+)
+def test_ranks_agree_on_what_they_read(
+    read: list[int | None], wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = read[2]
+
+    def gather(into: list[torch.Tensor], own: torch.Tensor, group: str) -> None:
+        assert own.item() == (-1 if mine is None else mine)
+        for tensor, value in zip(into, read, strict=True):
+            tensor[0] = -1 if value is None else value
+
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
+    monkeypatch.setattr(upstream, "_group", lambda: "group")
+    context = SimpleNamespace(topology=Topology(2, 1))
+    monkeypatch.setattr(upstream, "current", lambda: context)
+    assert upstream._disagreement(mine, "/new") == wrong
