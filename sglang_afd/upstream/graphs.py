@@ -41,6 +41,12 @@ def _more_launch_queues(_: None, *args: Any, **kwargs: Any) -> None:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(LAUNCH_QUEUES)
 
 
+def _leave_dispatch_mode(adapter: Any, *args: Any, **kwargs: Any) -> None:
+    """A ranks have no DeepEP buffer of SGLang's, whose mode the graphs could ask for."""
+
+
+_ADAPTER = "sglang.srt.model_executor.runner_utils.deepep_adapter.DeepEPCudaGraphRunnerAdapter"
+
 HOOKS = (
     Hook(
         "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
@@ -54,5 +60,14 @@ HOOKS = (
         Kind.AFTER,
         _more_launch_queues,
         "SGLang allows 8 launch queues, which the streams of a rank would share",
+    ),
+    *(
+        Hook(
+            f"{_ADAPTER}.{name}",
+            Kind.REPLACE,
+            _leave_dispatch_mode,
+            "a draft's graphs switch the mode of SGLang's DeepEP buffer, which no rank has",
+        )
+        for name in ("capture", "replay")
     ),
 )

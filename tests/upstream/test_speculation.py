@@ -13,6 +13,7 @@ import pytest
 
 from sglang_afd import speculation as settings
 from sglang_afd.spec import draft
+from sglang_afd.upstream import graphs
 
 pytestmark = pytest.mark.upstream
 
@@ -56,3 +57,31 @@ def test_sglangs_defaults_are_those_that_rows_are_counted_with() -> None:
     assert "Qwen3MoeForCausalLM" not in source
     eagle = inspect.getsource(speculative_hook._handle_eagle_family)
     assert f"max_running_requests={settings._MOST_RUNNING}," in eagle
+
+
+def test_the_graphs_of_a_draft_switch_no_dispatch_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's would clean a DeepEP buffer of its own between a draft's prefill and its decode."""
+    from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPBuffer
+    from sglang.srt.layers.moe.utils import DeepEPMode
+    from sglang.srt.model_executor.runner_utils import deepep_adapter
+
+    state = SimpleNamespace(buffer=None, dispatch_mode=None)
+    monkeypatch.setattr(DeepEPBuffer, "_state", lambda: state)
+    monkeypatch.setattr(
+        deepep_adapter, "get_moe_a2a_backend", lambda: SimpleNamespace(is_deepep=lambda: True)
+    )
+    monkeypatch.setattr(deepep_adapter, "get_deepep_mode", lambda: DeepEPMode.AUTO)
+
+    def extend_and_decode() -> None:
+        for extends in (True, False):
+            adapter = deepep_adapter.DeepEPCudaGraphRunnerAdapter()
+            adapter.capture(is_extend_in_batch=extends)
+            adapter.replay()
+
+    with pytest.raises(AttributeError, match="low_latency_mode"):
+        extend_and_decode()
+    ours = [hook for hook in graphs.HOOKS if "DeepEPCudaGraphRunnerAdapter" in hook.target]
+    for hook in ours:
+        name = hook.target.rpartition(".")[2]
+        monkeypatch.setattr(deepep_adapter.DeepEPCudaGraphRunnerAdapter, name, hook.fn)
+    extend_and_decode()
