@@ -79,5 +79,5 @@ def test_graphs_whose_memory_is_lent_are_refused(monkeypatch: pytest.MonkeyPatch
     from sglang.srt.model_executor.runner_utils import pool
 
     monkeypatch.setattr(pool, "graph_pool_borrow_enabled", lambda: True)
-    with pytest.raises(ConfigError, match="SGLANG_ENABLE_GRAPH_POOL_BORROW.*unset it"):
+    with pytest.raises(ConfigError, match=r"SGLANG_ENABLE_GRAPH_POOL_BORROW.*unset it"):
         runner_parts(runner(), context())
