@@ -28,6 +28,37 @@ class StepEvent(Protocol):
         """Let what is submitted to `stream` (None: the current one) from now on run after it."""
 
 
+class StepEnd:
+    """The end of a launched step; where its sampling is launched later, the end of that.
+
+    Until it is recorded the step has not ended, whatever the device has done.
+    """
+
+    def __init__(self, event: Any) -> None:
+        """`event`: PyTorch's, new."""
+        self._event = event
+        self.recorded = False
+
+    def record(self, stream: Any) -> None:
+        """All of the step has been submitted to `stream`."""
+        self._event.record(stream)
+        self.recorded = True
+
+    def query(self) -> bool:
+        """See `StepEvent`."""
+        return self.recorded and self._event.query()
+
+    def synchronize(self) -> None:
+        """See `StepEvent`; only once it is recorded."""
+        assert self.recorded
+        self._event.synchronize()
+
+    def wait(self, stream: Any = None) -> None:
+        """See `StepEvent`; only once it is recorded."""
+        assert self.recorded
+        self._event.wait(stream)
+
+
 class StepsInFlight:
     """The steps that this rank has launched and that may not have ended yet."""
 

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang_afd.context import RankContext
-from sglang_afd.lanes import StepEvent, spread
+from sglang_afd.lanes import StepEnd, StepEvent, spread
 from sglang_afd.topology import Role
 from sglang_afd.upstream import quarantine
 from sglang_afd.upstream.lane_parts import LaneParts, scheduler_parts
@@ -43,7 +43,7 @@ class Lane:
         """Decode lanes: the batch of the lane's requests.  Prefill lane: the extend under way."""
         self.results: deque[tuple[Any, Any]] = deque()
         """Launched steps whose results are not read yet, at most one between turns."""
-        self.event: StepEvent | None = None
+        self.event: StepEnd | None = None
         """The end of the last launched step."""
         self.read: StepEvent | None = None
         """When the last launched step has read what the scheduler will write to."""
@@ -261,7 +261,7 @@ class LaneLoop:
             launched = self._launch(lane, batch)
             if launched is not None:
                 lane.running = launched[0]
-                self._scheduler.launch_batch_sample_if_needed(launched[1], launched[0])
+                self._sample(lane, *launched)
         return ended or bool(lane.results)
 
     def _has_ended(self, lane: Lane) -> bool:
@@ -285,7 +285,7 @@ class LaneLoop:
             for _ in range(unread):
                 self._read_one(lane)
             if launched is not None:  # a grammar's mask follows from the result read just now
-                self._scheduler.launch_batch_sample_if_needed(launched[1], launched[0])
+                self._sample(lane, *launched)
         return unread > 0 or launched is not None
 
     def _next_extend(self) -> Any | None:
@@ -348,14 +348,21 @@ class LaneLoop:
             for event in steps.pending(but=lane.index):
                 event.wait(scheduler.forward_stream)
         result = scheduler.run_batch(batch)
-        ended = scheduler.device_module.Event()
-        ended.record(scheduler.forward_stream)
-        lane.event = ended
-        lane.read = self._end_of_reads() or ended
-        steps.launched(lane.index, ended)
+        lane.event = StepEnd(scheduler.device_module.Event())
+        if result.delay_sample_func is None:
+            lane.event.record(scheduler.forward_stream)
+        lane.read = self._end_of_reads() or lane.event
+        steps.launched(lane.index, lane.event)
         lane.steps += bool(batch.reqs)
         lane.results.append((batch.copy(), result))
         return batch, result
+
+    def _sample(self, lane: Lane, batch: Any, result: Any) -> None:
+        """Launch the sampling that had to wait: the step, which it writes for, ends with it."""
+        self._scheduler.launch_batch_sample_if_needed(result, batch)
+        assert lane.event is not None, "the step was launched"
+        if not lane.event.recorded:
+            lane.event.record(self._scheduler.forward_stream)
 
     def _end_of_reads(self) -> StepEvent | None:
         """When the step launched last has read the scheduler's tables, if that is known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
@@ -68,6 +68,15 @@ class Batch:
         return sorted(range(len(reqs)), key=lambda i: -len(reqs[i].output_ids))
 
 
+class Result(NamedTuple):
+    """Of a step: whose, and its number."""
+
+    lane: int
+    number: int
+    delay_sample_func: Any
+    """None: it has sampled."""
+
+
 class Event:
     """A step's end: past unless the scheduler's `unended` holds it."""
 
@@ -77,6 +86,7 @@ class Event:
 
     def record(self, stream: Any) -> None:
         self.lane = self._scheduler.context.lane
+        self._scheduler.log.append(("recorded", self.lane))
 
     def query(self) -> bool:
         return self.lane not in self._scheduler.unended
@@ -100,6 +110,8 @@ class FakeScheduler:
         self.waiting: list[Req] = []
         self.unended: set[int] = set()
         """Lanes whose steps do not end."""
+        self.delayed: Any = None
+        """What steps sample with later, if they do not at once."""
         self.work_elsewhere = 0
         self.cycles = self.forward_ct = 0
         self.taken: list[Req] = []
@@ -138,17 +150,17 @@ class FakeScheduler:
     def update_running_batch(self, batch: Batch) -> Batch:
         return batch
 
-    def run_batch(self, batch: Batch) -> object:
+    def run_batch(self, batch: Batch) -> Result:
         self.batch_record_ct = (self.batch_record_ct + 1) % 2
         self.batch_record_buf[self.batch_record_ct] = self.names(batch)
         self.forward_ct += 1
         self.log.append(("run", self.context.lane, self.names(batch)))
         assert self.runner.attn_backend == self.context.lane
-        return self.context.lane, len(self.log)
+        return Result(self.context.lane, len(self.log), self.delayed)
 
-    def process_batch_result(self, batch: Batch, result: Any) -> None:
-        assert self.runner.attn_backend == result[0]
-        self.log.append(("read", result[0], self.names(batch)))
+    def process_batch_result(self, batch: Batch, result: Result) -> None:
+        assert self.runner.attn_backend == result.lane
+        self.log.append(("read", result.lane, self.names(batch)))
         for req in batch.reqs:
             req.output_ids.append(0)
 
@@ -183,4 +195,5 @@ def cycles(scheduler: FakeScheduler, loop: FakeLoop, count: int) -> list[tuple[A
     scheduler.cycles, scheduler.gracefully_exit = count, False
     scheduler.log.clear()
     loop.run()
-    return [entry for entry in scheduler.log if entry[0] not in ("sample", "written after")]
+    quiet = ("sample", "written after", "recorded")
+    return [entry for entry in scheduler.log if entry[0] not in quiet]

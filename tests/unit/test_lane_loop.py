@@ -103,6 +103,27 @@ def test_tables_are_written_after_the_lanes_own_last_step_has_read_them() -> Non
     assert scheduler.runner.shared_read_done_event is None
 
 
+@pytest.mark.parametrize("delayed", [None, "later"])
+def test_a_step_that_samples_later_ends_with_its_sampling(delayed: str | None) -> None:
+    """Until then what its requests freed is held: the sampling still writes for them."""
+    scheduler, loop = two()
+    scheduler.waiting, scheduler.delayed = [Req("a"), Req("b")], delayed
+    pending: list[int] = []
+    read = scheduler.process_batch_result
+
+    def reading(batch: Any, result: Any) -> None:
+        pending.append(len(scheduler.context.steps.pending()))
+        read(batch, result)
+
+    scheduler.process_batch_result = reading  # type: ignore[method-assign]
+    cycles(scheduler, loop, 3)
+    order = [entry[0] for entry in scheduler.log if entry[0] in ("sample", "recorded")]
+    pair = ["sample", "recorded"] if delayed else ["recorded", "sample"]
+    assert order == pair * (len(order) // 2)
+    assert pending[1:] == [int(bool(delayed))] * len(pending[1:]), "besides the step just read"
+    assert not scheduler.context.steps.pending()
+
+
 def test_a_lane_has_its_own_parts_in_its_turn_alone() -> None:
     """The fake scheduler checks that each step runs on its lane's."""
     scheduler, loop = two()
