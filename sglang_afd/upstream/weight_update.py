@@ -44,11 +44,13 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     ) -> tuple[bool, str]:
         context, before = current(), updater.model_config.model_path
         placed, context.placed = context.placed, context.next_placement or context.placed
+        _let_the_device_end()  # steps that were launched before, with the weights of then
         identity, message = _tried(original, updater, model_path, load_format, **rest)
         with waiting_as_in_the_start():
             wrong = _disagreement(identity, model_path)
             if not wrong:
                 choose_anew(updater.get_model())
+                _let_the_device_end()  # F's lanes have streams that wait for none of this
                 return True, message
             context.placed = placed
             restored, why = _tried(original, updater, before, load_format, **rest)
@@ -57,6 +59,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
                     f"{context.name} can neither take the weights of {model_path} ({message}) "
                     f"nor those of {before} again ({why}); restart the deployment"
                 )
+            _let_the_device_end()
             torch.distributed.barrier(group=_group())
         own = f" {context.name}: {message}" if identity is None else ""
         return False, f"{wrong}; every rank has the weights of {before} again.{own}"
@@ -86,6 +89,12 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             "a rank that could not read its tensors would leave a model of two halves",
         ),
     )
+
+
+def _let_the_device_end() -> None:
+    """A rank's device works with its own weights alone, so none needs to wait for another's."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _refusal(manager: Any, obj: Any) -> str | None:

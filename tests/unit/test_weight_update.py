@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_afd.checkpoint import read_checkpoint
+from sglang_afd.config import AfdConfig
 from sglang_afd.topology import Topology
 from sglang_afd.upstream import weight_update as upstream
 from sglang_afd.weight_update import refusals
@@ -79,3 +80,33 @@ def test_ranks_agree_on_what_they_read(
     context = SimpleNamespace(topology=Topology(2, 1))
     monkeypatch.setattr(upstream, "current", lambda: context)
     assert upstream._disagreement(mine, "/new") == wrong
+
+
+def test_no_step_on_a_gpu_reads_weights_while_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was launched before ends first; what is launched afterwards finds all of the new."""
+    calls: list[str] = []
+    group = SimpleNamespace(
+        _get_backend=lambda device: SimpleNamespace(_set_default_timeout=lambda bound: None)
+    )
+    context = SimpleNamespace(placed="old", next_placement="new")
+    for name, value in {
+        "current": lambda: context,
+        "_group": lambda: group,
+        "_disagreement": lambda identity, path: "",
+        "checkpoint_identity": lambda path: {},
+        "choose_anew": lambda model: calls.append("slots"),
+    }.items():
+        monkeypatch.setattr(upstream, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("ended"))
+
+    def read(*args: Any, **kwargs: Any) -> tuple[bool, str]:
+        calls.append("read")
+        return True, ""
+
+    _, everywhere = upstream.hooks(AfdConfig(attention_ranks=1, ffn_ranks=1))
+    updater = SimpleNamespace(
+        model_config=SimpleNamespace(model_path="before"), get_model=lambda: None
+    )
+    assert everywhere.fn(read, updater, "after", "auto") == (True, "")
+    assert calls == ["ended", "read", "slots", "ended"] and context.placed == "new"
