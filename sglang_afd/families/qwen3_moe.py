@@ -63,5 +63,5 @@ FAMILY = Family(
     experts=_EXPERTS,
     tensors=_tensors,
     cpu="FP32: 1A1F, 2A1F, 2A2F, 3A1F, 1A1F with attention TP 2",
-    gpu="two H200s: 1A1F on deepep; one shared H200: BF16 and FP8",
+    gpu="two H200s, BF16 and FP8: 1A1F on deepep and nvlink; nvlink in BF16 with 1 to 3 lanes",
 )
