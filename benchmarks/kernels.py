@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 _FILE = re.compile(r"-TP-(\d+).*\.trace\.json\.gz$")
-WAITS = ("_wait",)
-"""Kernels that wait for the other role."""
-EXCHANGE = ("_send_rows", "_return_rows", "_sum_replies", *WAITS)
+WAITS = ("_wait", "_take_turn")
+"""Kernels that wait for the other role, or for another lane."""
+EXCHANGE = ("_send_rows", "_send_drawn", "_return_rows", "_sum_replies", "_end_turn", *WAITS)
 """Kernels of the exchange."""
 LAUNCH = "cudaGraphLaunch"
 

@@ -41,6 +41,9 @@ GEMMs), or a row for each token, whose experts' outputs are wanted one by one.""
 
 GPU_LANES = {"nvlink": MOST_LANES, "deepep": 1, "gloo": 1}
 """Lanes that a rank on a GPU can run, by transport."""
+GPU_LANE_MODELS = ("Qwen3MoeForCausalLM", "MiniMaxM2ForCausalLM")
+"""Models of which nothing but what lanes have of their own holds a step's state: others run shared
+experts on a stream of the whole model's, or have slots of recurrent state without quarantine."""
 GRAPH_TRANSPORTS = ("nvlink",)
 """Transports whose decode rounds CUDA graphs can hold: those with `Transport.graphs`."""
 DEFAULT_ROWS = 128
@@ -106,7 +109,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="n",
         help=f"decode batches in flight in turn, 1 to {MOST_LANES}, each with its own requests: "
-        "while one waits for the FFN ranks, the next one's attention runs; GPUs take one so far "
+        "while one waits for the FFN ranks, the next one's attention runs; on GPUs with nvlink "
         "(default: %(default)s)",
     )
     group.add_argument(

@@ -11,12 +11,15 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 MAP, COUNT = "physical_to_logical_map", "logical_count"
 """What a file may hold, in the form of SGLang's --init-expert-location: for every decoder layer
 the expert of each slot, or the rows that each expert got."""
 Table = list[list[int]]
+_Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class PlacementError(ValueError):
@@ -113,18 +116,27 @@ def _table(content: Any, source: str) -> tuple[str, Table]:
     """What kind of table it is, and its rows; counts of several steps are added up."""
     for kind in (MAP, COUNT):
         if isinstance(content, dict) and kind in content:
-            rows = content[kind]
-            if kind == COUNT and _depth(rows) == 3:
-                rows = [[sum(one) for one in zip(*layer)] for layer in zip(*rows)]
-            if _depth(rows) == 2 and all(
-                isinstance(n, int) and n >= 0 for row in rows for n in row
-            ):
-                return kind, rows
-            raise PlacementError(
-                f"{source}: {kind} is no list of lists of whole numbers; correct it"
-            )
+            rows = _rows(content[kind], several=kind == COUNT)
+            if rows is None:
+                raise PlacementError(
+                    f"{source}: {kind} is no list of lists of whole numbers; correct it"
+                )
+            return kind, rows
     raise PlacementError(f"{source} has neither {MAP} nor {COUNT}; give one of the two")
 
 
-def _depth(value: Any) -> int:
-    return 1 + _depth(value[0]) if isinstance(value, list) and value else 0
+def _rows(value: Any, *, several: bool) -> Table | None:
+    """The rows, in sum over the steps if there may be `several`; None: it is no such table."""
+    try:
+        return msgspec.convert(value, list[list[_Number]])
+    except msgspec.ValidationError:
+        if not several:
+            return None
+    try:
+        steps = msgspec.convert(value, list[list[list[_Number]]])
+        return [
+            [sum(counts) for counts in zip(*layer, strict=True)]
+            for layer in zip(*steps, strict=True)
+        ]
+    except ValueError:  # msgspec's is one, too
+        return None

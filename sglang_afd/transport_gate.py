@@ -8,7 +8,7 @@ from sglang_afd.addresses import is_local
 from sglang_afd.command_line import int_list, int_value, last_value, values
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import MoeFacts
-from sglang_afd.flags import EXPERT_RUNNERS, GPU_LANES, GRAPH_SIZES
+from sglang_afd.flags import EXPERT_RUNNERS, GPU_LANE_MODELS, GPU_LANES, GRAPH_SIZES
 from sglang_afd.observe.holdings import size
 from sglang_afd.speculation import asked
 from sglang_afd.topology import Role
@@ -249,6 +249,13 @@ def _lanes(facts: Facts) -> Iterator[Refusal]:
             f"--afd-lanes {config.lanes} does not go with --afd-attention-tp "
             f"{config.topology.attention_tp} on GPUs: lanes would use one communicator at once",
             "use one of the two",
+        )
+    architecture = facts.checkpoint.architecture if facts.moe is not None else GPU_LANE_MODELS[0]
+    if config.lanes > 1 and architecture not in GPU_LANE_MODELS:
+        yield Refusal(
+            f"--afd-lanes {config.lanes} on GPUs is for {', '.join(GPU_LANE_MODELS)} so far: lanes "
+            f"of {architecture} would share streams, or slots of its recurrent state",
+            "use --afd-lanes 1",
         )
 
 

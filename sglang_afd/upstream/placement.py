@@ -15,10 +15,13 @@ from sglang_afd.context import current
 from sglang_afd.families import MoeFacts
 from sglang_afd.placement import Placement, PlacementError, Table, fitting, in_order, read
 from sglang_afd.upstream.hooks import Hook, Kind
-from sglang_afd.upstream.weight_update import checkpoint_at
-
-_KEY = "afd_experts"
-"""In the manifest of SGLang's weight update, which it hands on and does not read."""
+from sglang_afd.upstream.weight_update import (
+    PLACEMENT,
+    UNDER_WAY,
+    checkpoint_at,
+    placing,
+    updating,
+)
 
 
 def placement_of(config: AfdConfig, facts: MoeFacts) -> Placement:
@@ -57,33 +60,43 @@ async def place_anew(manager: Any, table: dict[str, Any]) -> str | None:
         fitting(table, "the table", facts.layers, facts.num_experts, config.expert_replicas, None)
     except PlacementError as error:
         return str(error)
-    paused = manager.is_pause
-    if not paused:
-        await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-    try:
-        success, message, _ = await manager.update_weights_from_disk(
-            UpdateWeightFromDiskReqInput(model_path=path, flush_cache=False, manifest={_KEY: table})
-        )
-    finally:
+    if updating(manager).locked():
+        return UNDER_WAY
+    async with updating(manager), placing(manager):
+        paused = manager.is_pause
         if not paused:
-            await manager.continue_generation(ContinueGenerationReqInput())
+            await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        try:
+            success, message, _ = await manager.update_weights_from_disk(
+                UpdateWeightFromDiskReqInput(
+                    model_path=path, flush_cache=False, manifest={PLACEMENT: table}
+                )
+            )
+        finally:
+            if not paused:
+                await manager.continue_generation(ContinueGenerationReqInput())
     return None if success else message
 
 
 def _place(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    table = (request.manifest or {}).get(_KEY)
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+
+    table = (request.manifest or {}).get(PLACEMENT)
     if table is None:
         return original(updater, request)
     context = current()
     facts, config = context.facts, context.config
-    context.next_placement = fitting(
-        table,
-        "the table",
-        facts.layers,
-        facts.num_experts,
-        config.expert_replicas,
-        _spread_over(config, facts),
-    )
+    try:
+        context.next_placement = fitting(
+            table,
+            "the table",
+            facts.layers,
+            facts.num_experts,
+            config.expert_replicas,
+            _spread_over(config, facts),
+        )
+    except PlacementError as error:  # the same on every rank
+        return UpdateWeightFromDiskReqOutput(False, str(error), 0)
     try:
         return original(updater, request)
     finally:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -141,7 +143,33 @@ def test_experts_are_placed_anew_while_requests_run(
     assert world.post("/afd/experts", counts).status_code == 200
     assert all(0 in experts for experts in held()), "the busiest expert lies on both ranks"
     assert_equal(send(world, asked, [8, 8]), references.greedy(checkpoint, asked, 8))
+    crowd(world, str(checkpoint))
+    assert_equal(send(world, asked, [8, 8]), references.greedy(checkpoint, asked, 8))
     world.stop()
+
+
+def crowd(world: World, checkpoint: str) -> None:
+    """Placements, updates and a pause at the same time: each is answered, and none undoes another.
+
+    SGLang keeps one answer of an update in mind; the others would never come.
+    """
+    update = {"model_path": checkpoint}
+    with ThreadPoolExecutor(6) as pool:
+        several = [pool.submit(world.post, "/afd/experts", PLACED, timeout=60) for _ in range(3)]
+        several.append(pool.submit(world.post, "/update_weights_from_disk", update, timeout=60))
+        time.sleep(0.05)
+        paused = pool.submit(world.post, "/pause_generation", {"mode": "in_place"}, timeout=60)
+        codes = [one.result().status_code for one in several]
+        assert 200 in codes and set(codes) <= {200, 400}, codes
+        assert paused.result().status_code == 200
+        asked = pool.submit(world.generate, "one", 2)
+        time.sleep(0.5)
+        assert not asked.done(), "the pause holds"
+        assert world.post("/continue_generation", {}).status_code == 200
+        assert asked.result().tokens
+    manifest = {**update, "manifest": {"afd_experts": {MAP: [[0]]}}}
+    refused = world.post("/update_weights_from_disk", manifest)
+    assert refused.status_code == 400 and "POST /afd/experts" in refused.text
 
 
 @on(SMALL)

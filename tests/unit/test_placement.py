@@ -17,7 +17,7 @@ from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
 from sglang_afd.families import FAMILIES, MoeFacts
 from sglang_afd.observe.trace import BadTrace, RankTrace, Trace, TracedStep, expert_counts
-from sglang_afd.placement import COUNT, MAP, PlacementError, in_order, read
+from sglang_afd.placement import COUNT, MAP, PlacementError, fitting, in_order, read
 from sglang_afd.upstream.placement import placement_of
 from tests.support.gate_facts import make_facts, refused, write_model
 
@@ -177,3 +177,23 @@ def test_a_trace_tells_what_each_expert_got() -> None:
         expert_counts(Trace({}, [attention, first]))
     with pytest.raises(BadTrace, match="send requests"):
         expert_counts(Trace({}, [RankTrace(2, "F", "ffn", [1], 3, [], [[0]])]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    [
+        (MAP, [[0, 1], 3]),
+        (MAP, [[0, 1], None]),
+        (MAP, [[0, True]]),
+        (MAP, [[0, -1]]),
+        (MAP, [[[0, 1]]]),
+        (MAP, 5),
+        (COUNT, [[[1, 2]], 5]),
+        (COUNT, [[[1, 2], [3]], [[1], [2, 3]]]),
+        (COUNT, [[[1, 2]], [[1, 2], [3, 4]]]),
+        (COUNT, [[1.5, 2]]),
+    ],
+)
+def test_what_is_no_table_is_refused(kind: str, table: Any) -> None:
+    with pytest.raises(PlacementError, match=f"{kind} is no list of lists of whole numbers"):
+        fitting({kind: table}, "it", [0], 2, 0, None)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from sglang_afd.checkpoint import Checkpoint
 from sglang_afd.facts import Facts
-from sglang_afd.flags import parse
+from sglang_afd.families import FAMILIES
+from sglang_afd.flags import GPU_LANE_MODELS, parse
 from sglang_afd.gate import GATES
 from sglang_afd.machine import Gpu, Machine
 from sglang_afd.transport_gate import choose, row_dtype
@@ -220,6 +221,19 @@ def test_lanes_of_gpus(tmp_path: Path) -> None:
     [text] = refused(make_facts(model, *gloo, machine=GPUS), "transport")
     assert text.startswith("gloo takes one lane on GPUs, not --afd-lanes 2")
     assert not refused(make_facts(model, *gloo), "transport")
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_lanes_of_gpus_by_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """Those whose steps share a stream, or states that no quarantine holds, take one."""
+    moe = make_facts(write_model(tmp_path)).moe
+    monkeypatch.setattr(Facts, "moe", moe)  # its fields are not what this is about
+    model = write_model(tmp_path, architectures=[architecture])
+    facts = make_facts(model, "--afd-transport", "nvlink", "--afd-lanes", "2", machine=GPUS)
+    texts = [text for text in refused(facts, "transport") if "--afd-lanes 2" in text]
+    assert bool(texts) is (architecture not in GPU_LANE_MODELS), texts
 
 
 def test_buffers_of_all_lanes_count(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from sglang_afd.checkpoint import read_checkpoint
 from sglang_afd.config import AfdConfig
+from sglang_afd.identity import checkpoint_identity
 from sglang_afd.topology import Topology
 from sglang_afd.upstream import weight_update as upstream
 from sglang_afd.weight_update import refusals
@@ -88,7 +90,7 @@ def test_no_step_on_a_gpu_reads_weights_while_they_change(monkeypatch: pytest.Mo
     group = SimpleNamespace(
         _get_backend=lambda device: SimpleNamespace(_set_default_timeout=lambda bound: None)
     )
-    context = SimpleNamespace(placed="old", next_placement="new")
+    context = SimpleNamespace(placed="old", next_placement="new", agreement={})
     for name, value in {
         "current": lambda: context,
         "_group": lambda: group,
@@ -104,9 +106,24 @@ def test_no_step_on_a_gpu_reads_weights_while_they_change(monkeypatch: pytest.Mo
         calls.append("read")
         return True, ""
 
-    _, everywhere = upstream.hooks(AfdConfig(attention_ranks=1, ffn_ranks=1))
+    *_, everywhere = upstream.hooks(AfdConfig(attention_ranks=1, ffn_ranks=1))
     updater = SimpleNamespace(
         model_config=SimpleNamespace(model_path="before"), get_model=lambda: None
     )
-    assert everywhere.fn(read, updater, "after", "auto") == (True, "")
+    assert everywhere.fn(read, updater, "before", "auto") == (True, "")
     assert calls == ["ended", "read", "slots", "ended"] and context.placed == "new"
+
+
+def test_a_checkpoint_that_was_overwritten_is_not_read_for_a_placement(tmp_path: Path) -> None:
+    """Its weights are not those that run; at another path they may be."""
+    served = write_model(tmp_path / "served")
+    write_weights(served / "model.safetensors", {"a": ("F32", [64])})
+    known = checkpoint_identity(str(tmp_path / "served"))
+    assert not upstream._changed(str(tmp_path / "served"), known)
+    shutil.copytree(tmp_path / "served", tmp_path / "moved")
+    assert not upstream._changed(str(tmp_path / "moved"), known)
+    [file] = (tmp_path / "moved").glob("*.safetensors")
+    with file.open("r+b") as weights:
+        weights.truncate(file.stat().st_size - 8)
+    assert upstream._changed(str(tmp_path / "moved"), known)
+    assert not upstream._changed("organisation/model", {"checkpoint": "organisation/model 1ab"})
