@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ Everything below is measured and stands in a file under benchmarks/results; noth
 Each table says in words which regime it is. Layouts are compared on the same GPUs in the same run,
 taking turns; what does not count is shown, and why. Terms: [benchmarks.md](benchmarks.md).
 """
+_LOG = re.compile(r"; its log \S+ ends:$")
+"""The end of a failed server's message, behind which the record has its log."""
 _SERVED = ("decode", "variants", "serving")
 
 
@@ -57,7 +60,8 @@ def document(found: Found, folder: Path) -> str:
 
 def _section(file: Path, record: Record, folder: Path) -> str:
     verdict = record.verdict
-    counts = "Counts." if verdict.counts else "**Does not count**: " + "; ".join(verdict.reasons)
+    reasons = [_LOG.sub("", reason) for reason in verdict.reasons]
+    counts = "Counts." if verdict.counts else f"**Does not count**: {'; '.join(reasons)}."
     if verdict.reference != "none":
         counts += f" Reference repeated: {verdict.reference}."
     gpus = ", ".join(sorted({line.split(",")[0] for line in record.environment["gpus"]}))
