@@ -27,7 +27,9 @@ def measure(configuration: Script, work: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", f"benchmarks.{configuration.script}", "--out", str(out)]
     if configuration.script == "two_gpus":
         command += ["--work", str(work)]
-    process = subprocess.Popen([*command, *configuration.args], start_new_session=True)
+    process = subprocess.Popen(
+        [*command, *configuration.args], start_new_session=True, preexec_fn=_heed_ctrl_c
+    )
     try:
         status: int | str = process.wait(configuration.seconds)
     except subprocess.TimeoutExpired:
@@ -45,6 +47,12 @@ def _read(file: Path) -> dict[str, Any]:
     content = json.loads(file.read_text())
     content.pop("identity", None)
     return content
+
+
+def _heed_ctrl_c() -> None:
+    """In the script's process: a parent that runs in the background may ignore it, and hands that
+    on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

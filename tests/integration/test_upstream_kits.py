@@ -13,7 +13,7 @@ import pytest
 from tests.support.layouts import SMALL, on
 from tests.support.world import World
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]  # `make test-upstream` runs them, too
 
 KITS = (
     "basic_api_contract_kit.BasicAPIContractMixin",

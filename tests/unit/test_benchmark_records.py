@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,8 +232,13 @@ def test_a_script_is_run_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         scripts.measure(load(file)["t"], tmp_path)
     program.write_text("import time; time.sleep(60)")
     file.write_bytes(msgspec.yaml.encode({**content, "seconds": 1}))
-    with pytest.raises(scripts.ScriptFailed, match="no end within 1 s"):
-        scripts.measure(load(file)["t"], tmp_path)
+    began, heeded = time.monotonic(), signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(scripts.ScriptFailed, match="no end within 1 s"):
+            scripts.measure(load(file)["t"], tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, heeded)
+    assert time.monotonic() - began < 30, "it did not heed the Ctrl-C that ends it"
 
 
 def test_compare_says_what_differs_and_claims_no_ratio() -> None:
