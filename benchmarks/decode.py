@@ -21,7 +21,7 @@ from benchmarks import kernels
 from benchmarks.configuration import Steps, System
 from benchmarks.models import Model, NoModel, prepare
 from benchmarks.progress import say
-from benchmarks.steps import Asked, Judged, judge, steps_of
+from benchmarks.steps import Asked, Judged, Step, judge, steps_of
 from benchmarks.systems import command_line, holdings, served
 from sglang_afd.running import Server, ServerFailed
 from sglang_afd.upstream.decode_log import ENVIRONMENT, FLAGS, decode_lines
@@ -221,10 +221,15 @@ def _profiled(ready: Ready, steps: int) -> list[kernels.Gpu]:
 
 def _is_full(server: Server, offset: int, asked: Asked) -> bool:
     """Whether a step at the full batch is in the log behind `offset`."""
+    steps = _steps_since(server, offset, asked)
+    return any(step.requests == [asked.batch] * asked.ranks for step in steps)
+
+
+def _steps_since(server: Server, offset: int, asked: Asked) -> list[Step]:
+    """The steps that the server's log tells of behind `offset`, in bytes."""
     with server.log.open(errors="replace") as log:
         log.seek(offset)
-        steps = steps_of(decode_lines(log), asked)
-    return any(step.requests == [asked.batch] * asked.ranks for step in steps)
+        return steps_of(decode_lines(log), asked)
 
 
 def drive(server: Server, load: Load, model: Model) -> Judged:
@@ -236,9 +241,7 @@ def drive(server: Server, load: Load, model: Model) -> Judged:
     """
     before = server.log.stat().st_size
     ask(server, load, model)
-    with server.log.open(errors="replace") as log:
-        log.seek(before)
-        steps = steps_of(decode_lines(log), load.asked)
+    steps = _steps_since(server, before, load.asked)
     judged = judge(steps, warm_up=load.warm_up, count=load.steps, asked=load.asked)
     say(f"step {judged.ms or float('nan'):.3f} ms; {'; '.join(judged.problems) or 'counts'}")
     return judged

@@ -250,8 +250,10 @@ def _lanes(facts: Facts) -> Iterator[Refusal]:
             f"{config.topology.attention_tp} on GPUs: lanes would use one communicator at once",
             "use one of the two",
         )
-    architecture = facts.checkpoint.architecture if facts.moe is not None else GPU_LANE_MODELS[0]
-    if config.lanes > 1 and architecture not in GPU_LANE_MODELS:
+    if config.lanes == 1 or facts.moe is None:
+        return
+    architecture = facts.checkpoint.architecture
+    if architecture not in GPU_LANE_MODELS:
         yield Refusal(
             f"--afd-lanes {config.lanes} on GPUs is for {', '.join(GPU_LANE_MODELS)} so far: lanes "
             f"of {architecture} would share streams, or slots of its recurrent state",

@@ -27,6 +27,13 @@ def refusals(served: Checkpoint, new: Checkpoint, load_format: str) -> Iterator[
     Args:
         load_format: as SGLang's --load-format.
     """
+    if served.config is None:
+        yield Refusal(
+            f"the weights that run cannot be read again ({served.problem}), so that no rank could "
+            f"go back to them",
+            "restart the deployment",
+        )
+        return
     if load_format not in LOAD_FORMATS:
         yield Refusal(
             f"load format {load_format} does not read each rank's own tensors from the disk",
@@ -36,7 +43,7 @@ def refusals(served: Checkpoint, new: Checkpoint, load_format: str) -> Iterator[
     if new.config is None:
         yield Refusal(new.problem, new.mend)
         return
-    differing = sorted(_differing(served.config or {}, new.config))
+    differing = sorted(_differing(served.config, new.config))
     if differing:
         yield Refusal(
             f"{new.path} describes another model than the one that runs: its config.json differs "

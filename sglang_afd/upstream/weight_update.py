@@ -186,11 +186,6 @@ def _refusal(manager: Any, obj: Any) -> str | None:
     if obj.model_path != path and not os.path.isdir(obj.model_path):  # no download while it serves
         return f"there is no directory {obj.model_path} here; give one that every host has"
     served = checkpoint_at(manager, path)
-    if served.config is None:
-        return (
-            f"the weights that run cannot be read again ({served.problem}), so that no rank could "
-            f"go back to them; restart the deployment"
-        )
     load_format = obj.load_format or manager.config_value("load_format")
     found = weight_update.refusals(served, checkpoint_at(manager, obj.model_path), load_format)
     return next((f"{refusal.message}; {refusal.mend}" for refusal in found), None)

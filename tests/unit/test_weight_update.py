@@ -127,3 +127,10 @@ def test_a_checkpoint_that_was_overwritten_is_not_read_for_a_placement(tmp_path:
         weights.truncate(file.stat().st_size - 8)
     assert upstream._changed(str(tmp_path / "moved"), known)
     assert not upstream._changed("organisation/model", {"checkpoint": "organisation/model 1ab"})
+
+
+def test_an_update_without_a_way_back_is_refused(tmp_path: Path) -> None:
+    """Nor is there anything then to tell another model by."""
+    [text] = said(tmp_path / "gone", write_model(tmp_path / "new", rope_theta=2.0))
+    assert text.startswith("the weights that run cannot be read again (")
+    assert text.endswith("so that no rank could go back to them; restart the deployment")
