@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 Validate = Callable[..., Validated]
 _LAYOUTS = {"1A1F": ("1", "1"), "2A1F": ("2", "1"), "2A2F": ("2", "2"), "1A2F": ("1", "2")}
-_QUICK = {("1A1F", "hf"), ("2A1F", "sglang"), ("2A2F", "url")}
+_QUICK = {("1A1F", "hf", 1), ("2A1F", "sglang", 2), ("2A2F", "url", 1), ("1A1F", "hf", 2)}
 
 
 def flags(layout: str) -> tuple[str, ...]:
@@ -53,20 +54,20 @@ def assert_localised(report: Report) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "reference"),
+    ("layout", "reference", "lanes"),
     [
-        pytest.param(layout, reference, marks=() if (layout, reference) in _QUICK else [mark])
-        for mark in [pytest.mark.full]
-        for layout in ("1A1F", "2A1F", "2A2F")
-        for reference in ("hf", "sglang", "url")
+        pytest.param(*row, marks=() if row in _QUICK else pytest.mark.full)
+        for row in itertools.product(("1A1F", "2A1F", "2A2F"), ("hf", "sglang", "url"), (1, 2))
     ],
 )
 def test_a_right_deployment_passes(
-    validate: Validate, stock: Callable[[], World], layout: str, reference: str
+    validate: Validate, stock: Callable[[], World], layout: str, reference: str, lanes: int
 ) -> None:
     address = stock().url if reference == "url" else reference
-    status, report = validate(*flags(layout), "--reference", address)
+    status, report = validate(*flags(layout), "--afd-lanes", str(lanes), "--reference", address)
     assert status == 0, report.reasons
+    ran = [lane["steps"] for lane in report.candidate.configuration["afd"].get("lanes", [])]
+    assert len(ran) == (lanes if lanes > 1 else 0) and all(ran), ran
     assert report.figures["top1_share"] == 1
     assert report.figures["greedy_equal_prompts"] == report.figures["prompts"] == 15
     assert report.layers.available == (reference != "url")
