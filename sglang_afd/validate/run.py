@@ -6,13 +6,14 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from sglang_afd.identity import checkpoint_content
+from sglang_afd.identity import checkpoint_content, checkpoint_identity
 from sglang_afd.progress import Waiting
 from sglang_afd.validate import candidate, layers, references
 from sglang_afd.validate.answers import Continuation, Unanswered
 from sglang_afd.validate.candidate import CandidateAnswers
 from sglang_afd.validate.comparison import all_prompts
 from sglang_afd.validate.report import (
+    CHECKPOINT,
     NO_LAYERS,
     VERSION,
     Asked,
@@ -60,6 +61,7 @@ def run(settings: Settings, command: Sequence[str], waiting: Waiting) -> Report:
             )
             own = found.identity
             own.checkpoint = content
+            own.configuration[CHECKPOINT] = checkpoint_identity(str(settings.model))
             waiting.begin("Comparing")
             results, problems = all_prompts(reference.results, found.greedy, found.forced)
             compared, more = _layers(settings, reference, found)

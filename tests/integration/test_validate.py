@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from sglang_afd import embedded
+from sglang_afd import start as start_command
+from sglang_afd.gate import findings
 from sglang_afd.observe.recording import Recordings
+from sglang_afd.running import free_port
 from sglang_afd.validate.report import Report
 from tests.support import faults
 from tests.support.layouts import STOCK
@@ -61,8 +64,14 @@ def assert_localised(report: Report) -> None:
     ],
 )
 def test_a_right_deployment_passes(
-    validate: Validate, stock: Callable[[], World], layout: str, reference: str, lanes: int
+    validate: Validate,
+    stock: Callable[[], World],
+    tmp_path: Path,
+    layout: str,
+    reference: str,
+    lanes: int,
 ) -> None:
+    """And its report passes the gate of accuracy, for this deployment alone."""
     address = stock().url if reference == "url" else reference
     status, report = validate(*flags(layout), "--afd-lanes", str(lanes), "--reference", address)
     assert status == 0, report.reasons
@@ -75,6 +84,18 @@ def test_a_right_deployment_passes(
         assert [error.layer for error in report.layers.layers] == [0, 1, 2, 3]
         assert report.reference.software["packages"]["torch"]
     assert report.candidate.checkpoint == report.reference.checkpoint != {}
+    command = [*report.candidate.configuration["command"], "--port", str(free_port())]
+    command += ["--afd-validation", str(tmp_path / "report.json")]
+    assert not refusals(command)
+    [refusal] = refusals([*command, "--dtype", "bfloat16"])
+    assert "--dtype float32, this one has bfloat16" in refusal
+
+
+def refusals(command: list[str]) -> list[str]:
+    """What the gates refuse of a launcher's command line."""
+    facts = start_command.read_facts(command, program="check")
+    assert facts is not None
+    return [finding.message for finding in findings(facts) if not finding.passed]
 
 
 @pytest.mark.parametrize("reference", ["hf", "sglang"])
