@@ -127,13 +127,7 @@ def not_validated(file: Path | None, candidate: Side) -> list[str]:
         found = report.read(file)
     except report.BadReport as error:
         return [str(error).replace(str(file), file.name)]
-    reasons = [
-        f"the validation report contradicts itself: {wrong}" for wrong in report.check(found)
-    ]
-    if found.verdict != report.PASS:
-        reasons.append(f"the validation failed: {'; '.join(found.reasons)}")
-    reasons += _other_candidate(found.candidate, candidate)
-    return reasons
+    return [*report.shortcomings(found), *_other_candidate(found.candidate, candidate)]
 
 
 def _other_candidate(validated: report.Identity, candidate: Side) -> Sequence[str]:

@@ -143,10 +143,7 @@ def main() -> None:
     afd = Deployment(args.transport, args.shared_gpu)
     args.out.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
-    # Plain SGLang, too, is to compile the kernels that it uses alone.
-    os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
-    # All servers of a run, and of the next one, share what DeepGEMM, Triton and others compiled.
-    os.environ.setdefault("SGLANG_CACHE_DIR", str(args.work / "kernels"))
+    share_kernels(args.work)
     failed = False
     for name in args.parts:
         began = time.monotonic()
@@ -170,6 +167,13 @@ def main() -> None:
     raise SystemExit(failed)
 
 
+def share_kernels(work: Path) -> None:
+    """Servers of this run, and of the next one, share what DeepGEMM, Triton and others compile."""
+    # Plain SGLang, too, is to compile the kernels that it uses alone.
+    os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
+    os.environ.setdefault("SGLANG_CACHE_DIR", str(work / "kernels"))
+
+
 def _compared(server: Server, reference: list[Continuation]) -> dict[str, Any]:
     """Greedy tokens and teacher-forced ranks, prompt by prompt and in sum."""
     results = compare(server, reference, tokens=TOKENS)
@@ -178,7 +182,7 @@ def _compared(server: Server, reference: list[Continuation]) -> dict[str, Any]:
 
 def references(work: Path, out: Path, afd: Deployment) -> dict[str, Any]:
     """SGLang on one GPU, BF16 and FP8; at the same time where there are two GPUs."""
-    _checkpoints(work)
+    checkpoints(work)
     with ThreadPoolExecutor(max(1, min(2, torch.cuda.device_count()))) as pool:
         done = pool.map(lambda i: _reference(work, out, i), range(len(DTYPES)))
         return dict(zip(DTYPES, done, strict=True))
@@ -191,7 +195,7 @@ def _made_of() -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _checkpoints(work: Path) -> dict[str, Path]:
+def checkpoints(work: Path) -> dict[str, Path]:
     """The checkpoint of every dtype, made if it is not there yet."""
     made = {name: work / f"{name}-{_made_of()}" for name in DTYPES}
     for name, target in made.items():
@@ -217,7 +221,7 @@ def _reference(work: Path, out: Path, gpu: int) -> dict[str, Any]:
             return found["record"]
     prompts = random_prompts(LENGTHS, vocab=SHAPE["vocab"], seed=SEED)
     args = [
-        *("--model-path", str(_checkpoints(work)[name]), *AGREEMENT),
+        *("--model-path", str(checkpoints(work)[name]), *AGREEMENT),
         *("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
     ]
     server_name = f"{name}-one-gpu"
@@ -255,7 +259,7 @@ def agreement(work: Path, out: Path, afd: Deployment, name: str) -> dict[str, An
     if found["made_of"] != _made_of():
         raise RuntimeError(f"{file} is missing or of another checkpoint; run the part references")
     reference = msgspec.convert(found["continuations"], list[Continuation])
-    args = ["--model-path", str(_checkpoints(work)[name]), *AGREEMENT]
+    args = ["--model-path", str(checkpoints(work)[name]), *AGREEMENT]
     server_name = f"{name}-afd"
     with afd.serve(server_name, args, port=free_port(), logs=out) as server:
         say(f"{server_name} started in {server.start_seconds:.0f} s; it is compared")

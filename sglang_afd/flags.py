@@ -20,6 +20,7 @@ FFN_PORT = 30001
 """Where an FFN command answers /health unless ``--port`` says.  SGLang's default, 30000, is where
 the attention command serves, on the same host maybe."""
 NOT_THE_MODEL = "--afd-emulation-is-not-the-model"
+VALIDATION = "--afd-validation"
 SWITCHES = (NOT_THE_MODEL,)
 """Our flags that take no value."""
 OWNED: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -161,6 +162,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         NOT_THE_MODEL,
         action="store_true",
         help="must be given with the two flags above: says that the answers are not the model's",
+    )
+    group.add_argument(
+        VALIDATION,
+        default="",
+        metavar="REPORT",
+        help="a report of python -m sglang_afd.validate: start only if it passes and is of this "
+        "deployment",
     )
     add_restart_flags(group)
     group.add_argument(

@@ -1,8 +1,9 @@
 """Capability gates: what a deployment needs to be right, checked before anything is started.
 
 Each gate looks at the same `Facts` and either passes or names every refusal with its mend.  They
-run in order (model, topology, transport, execution mode, addresses), and all of them, so that one
-run shows all that is wrong.  Where all pass, the planner's prediction follows: it refuses nothing.
+run in order (model, topology, transport, execution mode, accuracy, addresses), and all of them, so
+that one run shows all that is wrong.  Where all pass, the planner's prediction follows: it refuses
+nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from sglang_afd import model_gate, transport_gate
+from sglang_afd import accuracy_gate, model_gate, transport_gate
 from sglang_afd.addresses import is_local, is_port, parse_address, port_problem, resolve_problem
 from sglang_afd.command_line import int_value, last_value, values
 from sglang_afd.config import AfdConfig, ConfigError
@@ -51,6 +52,8 @@ class Gate:
     name: str
     refusals: Callable[[Facts], Iterator[Refusal]]
     summary: Callable[[Facts], str]
+    advice: Callable[[Facts], str] = lambda facts: ""
+    """What the gate, although it passes, warns to do; empty: nothing."""
 
 
 def findings(facts: Facts) -> list[Finding]:
@@ -65,7 +68,7 @@ def findings(facts: Facts) -> list[Finding]:
             refusals = [unforeseen(gate.name, error)]
         found += [Finding(gate.name, False, *refusal) for refusal in refusals]
         if not refusals:
-            found.append(Finding(gate.name, True, gate.summary(facts)))
+            found.append(Finding(gate.name, True, gate.summary(facts), gate.advice(facts)))
     predicted = advise(facts) if all(finding.passed for finding in found) else None
     if predicted is not None:
         found.append(Finding("performance", True, *predicted))
@@ -262,5 +265,6 @@ GATES: tuple[Gate, ...] = (
     Gate("topology", _topology, _topology_summary),
     Gate("transport", transport_gate.refusals, transport_gate.summary),
     Gate("execution mode", _execution, _execution_summary),
+    Gate("accuracy", accuracy_gate.refusals, accuracy_gate.summary, accuracy_gate.advice),
     Gate("addresses", _addresses, _addresses_summary),
 )

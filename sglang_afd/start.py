@@ -19,7 +19,7 @@ from sglang_afd.checkpoint import read_checkpoint
 from sglang_afd.command_line import expand_config_file, int_value, last_value, values
 from sglang_afd.config import ENV, START_BY_ENV, ConfigError
 from sglang_afd.facts import Facts
-from sglang_afd.flags import Command, add_flags, parse, placement
+from sglang_afd.flags import VALIDATION, Command, add_flags, parse, placement
 from sglang_afd.gate import Finding, findings
 from sglang_afd.machine import this_machine
 from sglang_afd.plugin import CPU_ENV
@@ -178,6 +178,7 @@ def _read(argv: Sequence[str], program: str) -> _Request:
             machine=machine,
             on_cpu=on_cpu,
             environment=dict(os.environ),
+            validation=last_value(expanded, VALIDATION) or "",
         )
 
     asked = last_value(expanded, "--afd-transport") or "auto"

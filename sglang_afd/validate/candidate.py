@@ -89,7 +89,8 @@ def _forced(
 def _await_rows(settings: Settings) -> None:
     """Ranks beside the one that samples may still be writing; what never comes is found later."""
     prompts = settings.prompts.prompts
-    lengths = {i: len(prompts[i]) + settings.new_tokens - 1 for i in settings.record}
+    made = settings.new_tokens - 1
+    lengths = {i: settings.recorded_rows(len(prompts[i]), made) for i in settings.record}
     deadline = time.monotonic() + _LAST_ROWS
     while rows_expected(lengths) - Recordings(settings.recordings("candidate")).rows:
         if time.monotonic() > deadline:

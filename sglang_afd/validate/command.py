@@ -215,6 +215,7 @@ def resolve(
         thresholds=THRESHOLDS[_precision(facts, dtype)],
         dtype=dtype,
         on_cpu=facts.on_cpu,
+        replayed=_replayed(facts),
         start_timeout=own.start_timeout,
         answer_timeout=own.answer_timeout,
         work=work,
@@ -271,6 +272,13 @@ def _longest(facts: Facts, config: Mapping[str, Any]) -> int:
         raise Impossible(str(error)) from error
 
 
+def _replayed(facts: Facts) -> bool:
+    """Whether decode steps are replayed from CUDA graphs."""
+    backend = last_value(facts.args, "--cuda-graph-backend-decode")
+    off = values(facts.args, "--disable-cuda-graph", "--disable-decode-cuda-graph")
+    return backend != "disabled" and not off
+
+
 def _precision(facts: Facts, dtype: str) -> Precision:
     """Which thresholds are the deployment's."""
     if declared_quantisation(facts.checkpoint):
@@ -290,7 +298,8 @@ def _layout(facts: Facts) -> str:
     width = f" (attention TP {config.attention_tp})" if config.attention_tp > 1 else ""
     whole = config.emulation.whole
     stood_for = f", measured as {whole.attention_ranks}A{whole.ffn_ranks}F"
+    lanes = f", {config.lanes} lanes" if config.lanes > 1 else ""
     return (
-        f"{config.attention_ranks}A{config.ffn_ranks}F{width} over {config.transport}"
+        f"{config.attention_ranks}A{config.ffn_ranks}F{width} over {config.transport}{lanes}"
         f"{stood_for if config.emulation.active else ''}"
     )

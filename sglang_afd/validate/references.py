@@ -119,6 +119,8 @@ def _sglang(settings: Settings, waiting: Waiting) -> SideAnswers:
     args = ["--model-path", str(settings.reference_model), "--dtype", settings.dtype]
     if not settings.on_cpu:
         args += ["--cuda-graph-backend-prefill=disabled"]  # no graph runs what records the layers
+        if not settings.replayed:
+            args += ["--cuda-graph-backend-decode=disabled"]
     args += settings.reference_args
     software = software_of(settings.reference_python)
     own = "sglang_afd" in software.get("packages", {})

@@ -15,6 +15,8 @@ from sglang_afd.validate.thresholds import Thresholds
 from sglang_afd.whole_file import write_whole
 
 VERSION = 1
+CHECKPOINT = "checkpoint_identity"
+"""In the candidate's configuration: what tells its checkpoint from others in moments."""
 PASS, FAIL = "pass", "fail"
 Side = Literal["candidate", "reference"]
 
@@ -249,6 +251,14 @@ def read(path: Path) -> Report:
     if report.version != VERSION:
         raise BadReport(f"{path} is a report of version {report.version}, not {VERSION}")
     return report
+
+
+def shortcomings(report: Report) -> list[str]:
+    """Why `report` shows nothing to be right; empty: it is sound, and passes."""
+    wrong = [f"it contradicts itself: {sentence}" for sentence in check(report)]
+    if report.verdict != PASS:
+        wrong.append(f"the validation failed: {'; '.join(report.reasons)}")
+    return wrong
 
 
 def check(report: Report) -> list[str]:

@@ -6,13 +6,14 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from sglang_afd.identity import checkpoint_content
+from sglang_afd.identity import checkpoint_content, checkpoint_identity
 from sglang_afd.progress import Waiting
 from sglang_afd.validate import candidate, layers, references
 from sglang_afd.validate.answers import Continuation, Unanswered
 from sglang_afd.validate.candidate import CandidateAnswers
 from sglang_afd.validate.comparison import all_prompts
 from sglang_afd.validate.report import (
+    CHECKPOINT,
     NO_LAYERS,
     VERSION,
     Asked,
@@ -60,6 +61,7 @@ def run(settings: Settings, command: Sequence[str], waiting: Waiting) -> Report:
             )
             own = found.identity
             own.checkpoint = content
+            own.configuration[CHECKPOINT] = checkpoint_identity(str(settings.model))
             waiting.begin("Comparing")
             results, problems = all_prompts(reference.results, found.greedy, found.forced)
             compared, more = _layers(settings, reference, found)
@@ -105,21 +107,25 @@ def _layers(
     for number in settings.record:
         both = reference.results[number], found.greedy[number]
         if not any(isinstance(side, Unanswered) for side in both):
-            lengths[number] = _common_rows(*both)  # type: ignore[arg-type]
+            alike = _made_alike(*both)  # type: ignore[arg-type]
+            lengths[number] = settings.recorded_rows(len(settings.prompts.prompts[number]), alike)
     if not lengths:
         note = "no recorded prompt was answered by both sides"
         return Layers(available=False, note=note, layers=[]), []
     folders = settings.recordings("candidate"), settings.recordings("reference")
     try:
-        return layers.compare(*folders, lengths, settings.thresholds), []
+        found_layers = layers.compare(*folders, lengths, settings.thresholds)
     except layers.Incomplete as error:
         problem = Problem(side="candidate", prompt=None, what=f"MoE layers: {error}")
         return Layers(available=False, note=str(error), layers=[]), [problem]
+    if settings.replayed:
+        found_layers.note += "; of prompts alone, for replayed graphs record nothing"
+    return found_layers, []
 
 
-def _common_rows(reference: Continuation, own: Continuation) -> int:
-    """Tokens that both sides have read in common: the prompt, and what they continued alike."""
+def _made_alike(reference: Continuation, own: Continuation) -> int:
+    """Tokens behind the prompt that both sides have read in common."""
     pairs = zip(reference.tokens, own.tokens, strict=True)
     alike = next((i for i, (other, mine) in enumerate(pairs) if other != mine), None)
     # The last token of a continuation is made, never read.
-    return len(own.prompt) + (len(own.tokens) - 1 if alike is None else alike)
+    return len(own.tokens) - 1 if alike is None else alike

@@ -34,6 +34,8 @@ class Settings:
     dtype: str
     """The candidate's --dtype: ``float32``, ``bfloat16`` or ``auto``."""
     on_cpu: bool
+    replayed: bool
+    """Whether the candidate's decode steps are replayed from CUDA graphs, which record no row."""
     start_timeout: float
     """Seconds in which a side must be ready."""
     answer_timeout: float
@@ -45,6 +47,15 @@ class Settings:
     def by_url(self) -> bool:
         """Whether the reference is a running server."""
         return self.reference not in ("hf", "sglang")
+
+    def recorded_rows(self, length: int, made: int) -> int:
+        """Rows, from the first one on, that both sides record of a prompt.
+
+        Args:
+            length: the prompt's tokens.
+            made: tokens that both sides made alike. Reading them makes the rows of decode steps.
+        """
+        return length if self.replayed else length + made
 
     def recordings(self, side: str) -> Path:
         """The folder of a side's recordings."""

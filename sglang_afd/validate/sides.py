@@ -68,7 +68,9 @@ def server_facts(server: Server) -> dict[str, Any]:
         for name, value in sorted(info.items())
         if isinstance(value, str | int | float | bool) and not any(s in name for s in _SECRET)
     }
-    return {"arguments": arguments, **({"afd": states[0]["afd"]} if "afd" in states[0] else {})}
+    # Ranks answer in any order, and only attention ranks' lanes have requests.
+    told = [state["afd"] for state in states if "attention" in state.get("afd", {}).get("rank", "")]
+    return {"arguments": arguments, **({"afd": told[0]} if told else {})}
 
 
 def software_of(python: str) -> dict[str, Any]:

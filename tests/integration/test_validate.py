@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sglang_afd import embedded
+from sglang_afd import start as start_command
+from sglang_afd.gate import findings
 from sglang_afd.observe.recording import Recordings
+from sglang_afd.running import free_port
 from sglang_afd.validate.report import Report
 from tests.support import faults
 from tests.support.layouts import STOCK
@@ -19,7 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 Validate = Callable[..., Validated]
 _LAYOUTS = {"1A1F": ("1", "1"), "2A1F": ("2", "1"), "2A2F": ("2", "2"), "1A2F": ("1", "2")}
-_QUICK = {("1A1F", "hf"), ("2A1F", "sglang"), ("2A2F", "url")}
+_QUICK = {("1A1F", "hf", 1), ("2A1F", "sglang", 2), ("2A2F", "url", 1), ("1A1F", "hf", 2)}
 
 
 def flags(layout: str) -> tuple[str, ...]:
@@ -53,20 +57,26 @@ def assert_localised(report: Report) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "reference"),
+    ("layout", "reference", "lanes"),
     [
-        pytest.param(layout, reference, marks=() if (layout, reference) in _QUICK else [mark])
-        for mark in [pytest.mark.full]
-        for layout in ("1A1F", "2A1F", "2A2F")
-        for reference in ("hf", "sglang", "url")
+        pytest.param(*row, marks=() if row in _QUICK else pytest.mark.full)
+        for row in itertools.product(("1A1F", "2A1F", "2A2F"), ("hf", "sglang", "url"), (1, 2))
     ],
 )
 def test_a_right_deployment_passes(
-    validate: Validate, stock: Callable[[], World], layout: str, reference: str
+    validate: Validate,
+    stock: Callable[[], World],
+    tmp_path: Path,
+    layout: str,
+    reference: str,
+    lanes: int,
 ) -> None:
+    """And its report passes the gate of accuracy, for this deployment alone."""
     address = stock().url if reference == "url" else reference
-    status, report = validate(*flags(layout), "--reference", address)
+    status, report = validate(*flags(layout), "--afd-lanes", str(lanes), "--reference", address)
     assert status == 0, report.reasons
+    ran = [lane["steps"] for lane in report.candidate.configuration["afd"].get("lanes", [])]
+    assert len(ran) == (lanes if lanes > 1 else 0) and all(ran), ran
     assert report.figures["top1_share"] == 1
     assert report.figures["greedy_equal_prompts"] == report.figures["prompts"] == 15
     assert report.layers.available == (reference != "url")
@@ -74,6 +84,18 @@ def test_a_right_deployment_passes(
         assert [error.layer for error in report.layers.layers] == [0, 1, 2, 3]
         assert report.reference.software["packages"]["torch"]
     assert report.candidate.checkpoint == report.reference.checkpoint != {}
+    command = [*report.candidate.configuration["command"], "--port", str(free_port())]
+    command += ["--afd-validation", str(tmp_path / "report.json")]
+    assert not refusals(command)
+    [refusal] = refusals([*command, "--dtype", "bfloat16"])
+    assert "--dtype float32, this one has bfloat16" in refusal
+
+
+def refusals(command: list[str]) -> list[str]:
+    """What the gates refuse of a launcher's command line."""
+    facts = start_command.read_facts(command, program="check")
+    assert facts is not None
+    return [finding.message for finding in findings(facts) if not finding.passed]
 
 
 @pytest.mark.parametrize("reference", ["hf", "sglang"])

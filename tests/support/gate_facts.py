@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_afd.checkpoint import read_checkpoint
+from sglang_afd.command_line import last_value
 from sglang_afd.facts import Facts
 from sglang_afd.families import UnsupportedModel, family_of
-from sglang_afd.flags import parse
+from sglang_afd.flags import VALIDATION, parse
 from sglang_afd.gate import findings
 from sglang_afd.machine import Gpu, Machine
 from sglang_afd.model_fields import Fields, wrong_field
@@ -90,7 +91,7 @@ def make_facts(
     argv = ["--model-path", str(model), *ONE_OF_EACH, *flags]
     if not any(flag.startswith("--port") for flag in flags):
         argv += ["--port", str(free_port())]
-    command = parse(argv, transport="deepep" if machine else "gloo")
+    command = parse(argv, transport="deepep" if machine else "gloo", on_cpu=machine is None)
     assert command.config is not None
     return Facts(
         config=command.config,
@@ -99,6 +100,7 @@ def make_facts(
         machine=machine or Machine(),
         on_cpu=machine is None,
         environment=environment,
+        validation=last_value(argv, VALIDATION) or "",
     )
 
 

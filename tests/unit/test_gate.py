@@ -43,6 +43,7 @@ def test_all_gates_pass_in_order(tmp_path: Path) -> None:
             "topology",
             "transport",
             "execution mode",
+            "accuracy",
             "addresses",
             *(("performance",) if machine else ()),
         ]

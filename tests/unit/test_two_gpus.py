@@ -36,7 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield Fake()
 
     monkeypatch.setattr(two_gpus, "serve", serve)
-    monkeypatch.setattr(two_gpus, "_checkpoints", lambda work: dict.fromkeys(two_gpus.DTYPES, work))
+    monkeypatch.setattr(two_gpus, "checkpoints", lambda work: dict.fromkeys(two_gpus.DTYPES, work))
     monkeypatch.setattr(two_gpus, "continue_greedily", lambda *_, **__: [CONTINUED])
     monkeypatch.setattr(two_gpus, "compare", lambda *_, **__: [COMPARED])
     return names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -55,6 +56,14 @@ def test_flags_of_the_deployment_are_passed_on(tmp_path: Path) -> None:
 )
 def test_thresholds_are_the_precisions(dtype: str, precision: str, tmp_path: Path) -> None:
     assert settle(tmp_path, "--dtype", dtype).thresholds.precision == precision
+
+
+@pytest.mark.parametrize(("replayed", "rows"), [(False, 12), (True, 9)])
+def test_replayed_steps_record_no_row(replayed: bool, rows: int, tmp_path: Path) -> None:
+    made = settle(tmp_path)
+    assert not made.replayed, "no step is, on the CPU"
+    settings = dataclasses.replace(made, replayed=replayed)
+    assert settings.recorded_rows(9, made=3) == rows
 
 
 def test_prompts_are_cut_to_what_a_request_may_have(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def ask(address: str, tmp_path: Path) -> SideAnswers:
         candidate_args=(), layout="", model=tmp_path, reference=address, reference_model=tmp_path,
         reference_args=(), reference_python="", prompts=PromptSet("x", [[3, 4], [9]], False),
         seed=1, new_tokens=3, record=(0,), thresholds=THRESHOLDS["float32"], dtype="auto",
-        on_cpu=True, start_timeout=9, answer_timeout=9, work=tmp_path,
+        on_cpu=True, replayed=False, start_timeout=9, answer_timeout=9, work=tmp_path,
     )  # fmt: skip
     return url.answer(settings, Waiting(Console(file=StringIO())))
 
