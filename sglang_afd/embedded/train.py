@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import sys
 import time
@@ -31,6 +30,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from sglang_afd.embedded import checkpoint, corpus, vocab
 from sglang_afd.embedded.batches import IGNORED, Rows, fixed_windows
+from sglang_afd.embedded.curve import learning_rate, plot
 from sglang_afd.embedded.evaluate import mean_loss
 
 ROW_LENGTHS = (512, 1024, 2048)  # taken in turn, so that long positions are trained as well
@@ -102,16 +102,6 @@ class RouterTap:
             handle.remove()
 
 
-def learning_rate(step: int, steps: int, settings: Settings) -> float:
-    """Linear warm-up, then a cosine from ``peak_lr`` to ``final_lr``."""
-    warmup = min(settings.warmup_steps, max(1, steps // 10))
-    if step < warmup:
-        return settings.peak_lr * (step + 1) / warmup
-    fraction = (step - warmup) / max(1, steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * fraction))
-    return settings.final_lr + (settings.peak_lr - settings.final_lr) * cosine
-
-
 def build_model(tokenizer: Tokenizer, settings: Settings, device: str) -> Qwen3MoeForCausalLM:
     """The model with fresh fp32 weights and :func:`dense_experts`."""
     special = vocab.special_ids(tokenizer)
@@ -158,7 +148,13 @@ def train(
     every = max(1, steps // 200)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, settings)
+            group["lr"] = learning_rate(
+                step,
+                steps,
+                warmup=settings.warmup_steps,
+                peak=settings.peak_lr,
+                final=settings.final_lr,
+            )
         length = min(ROW_LENGTHS[step % len(ROW_LENGTHS)], settings.tokens_per_step)
         inputs, targets = rows.batch(settings.tokens_per_step // length, length)
         with torch.autocast(device.type, torch.bfloat16):
@@ -222,27 +218,6 @@ def steps_within(
     train(model, rows, 2 * TIMED_STEPS, settings, lambda *_: ends.append(time.monotonic()))
     seconds = (ends[-1] - ends[TIMED_STEPS - 1]) / TIMED_STEPS
     return max(1, int(60 * minutes / seconds))
-
-
-def plot(curve: list[dict[str, float]], target: Path) -> None:
-    """Draw the loss curve as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    held_out = [p for p in curve if "held_out" in p]
-    axes.plot([p["step"] for p in curve], [p["training"] for p in curve], label="training")
-    axes.plot(
-        [p["step"] for p in held_out],
-        [p["held_out"] for p in held_out],
-        label="held-out docstrings",
-    )
-    axes.set(xlabel="step", ylabel="loss (nats per token)", yscale="log")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(target, dpi=100)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -311,7 +286,8 @@ def main() -> None:
     }
     record = json.dumps({"run": run, "curve": progress.curve}, indent=1)
     (args.out / "loss_curve.json").write_text(record + "\n")
-    plot(progress.curve, args.out / "loss_curve.png")
+    labels = {"training": "training", "held_out": "held-out docstrings"}
+    plot(progress.curve, args.out / "loss_curve.png", labels)
 
 
 if __name__ == "__main__":
