@@ -7,11 +7,13 @@ from typing import Protocol
 
 import torch
 
+from sglang_afd.config import ConfigError
 from sglang_afd.kernels.turns import end_turn, take_turn
+from sglang_afd.topology import Role
 
 ENV = "SGLANG_AFD_LANE_TURNS"
-"""Set to 1, lanes take turns; else they share the GPU as their kernels come.  What turns are worth
-in a served step is not measured yet (docs/kernels.md)."""
+"""For measurements: the role whose ranks' lanes alone take turns, or `none`; else all do.  Lanes
+without turns share the GPU as their kernels come (docs/kernels.md says what that costs)."""
 
 
 class Turns(Protocol):
@@ -57,9 +59,16 @@ class DeviceTurns:
         torch.cuda.synchronize()
 
 
-def turns_of(lanes: int, device: torch.device | str, seconds: float) -> Turns:
-    """The turns of a rank with so many lanes on a GPU."""
-    if lanes == 1 or os.environ.get(ENV) != "1":
+def turns_of(role: Role, lanes: int, device: torch.device | str, seconds: float) -> Turns:
+    """The turns of a rank with so many lanes on a GPU.
+
+    Raises:
+        ConfigError: the environment asks for turns that there are not.
+    """
+    wanted, known = os.environ.get(ENV, "all"), ("all", "none", *(each.value for each in Role))
+    if wanted not in known:
+        raise ConfigError(f"{ENV} is {wanted!r}; use one of {', '.join(known)}")
+    if lanes == 1 or wanted not in ("all", role.value):
         return NoTurns()
     turns = DeviceTurns(device, seconds)
     turns.load()

@@ -115,7 +115,9 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             transport.load()
         exchange = AttentionExchange(context, transport)
         if context.role is Role.ATTENTION and graphs.wanted(transport):
-            exchange.take_turns(turns_of(config.lanes, "cuda", config.exchange_timeout))
+            exchange.take_turns(
+                turns_of(context.role, config.lanes, "cuda", config.exchange_timeout)
+            )
         expert_layers.connect(exchange)
 
     def load_kernels(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -129,7 +131,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             for batch in transport.samples():
                 experts[0](batch)
             if graphs.wanted(transport):
-                turns = turns_of(config.lanes, "cuda", config.exchange_timeout)
+                turns = turns_of(context.role, config.lanes, "cuda", config.exchange_timeout)
                 serve_plan = measure_graphs(
                     lambda: GraphServer(
                         experts, transport, context.timer, lanes=config.lanes, turns=turns

@@ -26,7 +26,7 @@ from sglang_afd.dispatch.turns import ENV, NoTurns, Turns, turns_of
 from sglang_afd.families import FAMILIES, MoeFacts
 from sglang_afd.ffn.graph import GraphServer
 from sglang_afd.observe.stages import HostClock, Stage, StepTimer
-from sglang_afd.topology import Topology
+from sglang_afd.topology import Role, Topology
 from tests.support.emulated import ids_of_sources
 from tests.support.local_ends import (
     expected,
@@ -324,8 +324,8 @@ def test_lanes_beside_one_another_give_the_bits_of_lanes_in_turn(
     )
     transports = transports_of(config)
     exchange_once(config.topology, transports, LANES)
-    monkeypatch.setenv(ENV, str(int(in_turns)))
-    turns = [turns_of(LANES, "cuda", 20.0) for _ in range(config.topology.world_size)]
+    monkeypatch.setenv(ENV, "all" if in_turns else "none")
+    turns = [turns_of(Role.FFN, LANES, "cuda", 20.0) for _ in range(config.topology.world_size)]
     server = GraphServer([run_layer] * LAYERS, transports[-1], TIMER, lanes=LANES, turns=turns[-1])
     ranks = [
         AttentionRank(config, rank, transport, turns[rank])
@@ -354,10 +354,9 @@ def test_lanes_beside_one_another_give_the_bits_of_lanes_in_turn(
                 assert torch.equal(output, expected(rows, EXPERTS, 1)), plan
 
 
-def test_work_in_turns_never_runs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_in_turns_never_runs_side_by_side() -> None:
     """Two streams count up and down what is at work, in 200 turns each; nobody sees another."""
-    monkeypatch.setenv(ENV, "1")
-    turns = turns_of(2, "cuda", 20.0)
+    turns = turns_of(Role.FFN, 2, "cuda", 20.0)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     at_work, most = torch.zeros(2, 1, dtype=torch.int64, device="cuda")
     draw = random.Random(SEED)
