@@ -168,17 +168,11 @@ def _deepep(facts: Facts) -> Iterator[Refusal]:
             f"GPU while they wait for a peer, so that two lanes wait for each other for ever",
             "use --afd-lanes 1",
         )
-    tokens, world = facts.config.max_tokens_per_rank, facts.config.topology.world_size
+    tokens = facts.config.max_tokens_per_rank
     if tokens > DEEPEP_MAX_TOKENS:
         yield Refusal(
             f"--afd-max-tokens-per-rank {tokens} is over deepep's {DEEPEP_MAX_TOKENS}",
             f"lower it (longer batches go in slices), or {mend}",
-        )
-    if world * tokens % 4:
-        yield Refusal(
-            f"deepep needs ranks x --afd-max-tokens-per-rank ({world} x {tokens}) to be a multiple "
-            f"of 4",
-            "choose a --afd-max-tokens-per-rank that is one",
         )
     if facts.moe is not None:
         yield from _deepep_model(facts, facts.moe)

@@ -10,7 +10,7 @@ import torch
 from sglang_afd.attention.empty_rounds import EmptyRounds
 from sglang_afd.context import RankContext
 from sglang_afd.dispatch.step_plan import Path, Round, StepPlan, recorded
-from sglang_afd.dispatch.transport import RoutedRows, Transport
+from sglang_afd.dispatch.transport import RoutedRows, Transport, nothing
 from sglang_afd.dispatch.turns import NoTurns, Turns
 from sglang_afd.observe.stages import Stage
 
@@ -114,9 +114,8 @@ class AttentionExchange:
         layers = len(self._context.facts.layers)
         layer = self._recorded_layers % layers
         self._recorded_layers += 1
-        sent = self._transport.dispatch(rows, recorded(self._context.lane))
-        if layer:
-            self._turns.end()
+        end_turn = self._turns.end if layer else nothing
+        sent = self._transport.dispatch(rows, recorded(self._context.lane), end_turn)
         combined = self._transport.combine(sent)
         if layer < layers - 1:
             self._turns.take()

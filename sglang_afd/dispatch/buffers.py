@@ -6,6 +6,7 @@ must fit beside the KV cache.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 from sglang_afd.emulation import DRAWS
@@ -21,6 +22,9 @@ _MAPPED_STEP = 2 * _MIB
 _HEAP_STEP = 512 * _MIB
 """NVSHMEM's heap grows by this (DeepEP sets it); the first step also holds NVSHMEM's own things."""
 _HEAP_OWN = 64 * _MIB
+_DEEPEP_TILE = 128
+"""Rows that the masked grouped GEMM writes at a time: it would write past an expert's last row into
+the next expert's."""
 _DEEPEP_FIXED = 36 * _MIB
 """DeepEP's workspace of 32 MiB and 4 MiB more: measured, docs/gpu_runs.md."""
 
@@ -84,6 +88,15 @@ def gloo(topology: Topology, rows: Rows) -> Buffers:
     )
 
 
+def deepep_cap(topology: Topology, cap: int) -> int:
+    """The rows that DeepEP is asked to carry for T = `cap`.
+
+    A rank can get world size times as many for an expert: whole tiles of its GEMM.
+    """
+    step = _DEEPEP_TILE // gcd(_DEEPEP_TILE, topology.world_size)
+    return -(-cap // step) * step
+
+
 def deepep(topology: Topology, rows: Rows) -> Buffers:
     """NVSHMEM's heap, DeepEP's workspace, and each round's received rows and expert outputs.
 
@@ -92,7 +105,7 @@ def deepep(topology: Topology, rows: Rows) -> Buffers:
     max(T d, S T c) + S T max(d, c) + 4 S bytes (its ``get_low_latency_rdma_size_hint``).
     """
     per_rank = -(-rows.num_experts // len(topology.ffn_world))
-    slots, cap = per_rank * topology.world_size, rows.decode
+    slots, cap = per_rank * topology.world_size, deepep_cap(topology, rows.decode)
     out = 16 + 2 * rows.hidden_size
     back = 2 * rows.hidden_size + 4 * rows.hidden_size // _FP8_BLOCK
     hint = 2 * (max(cap * out, slots * cap * back) + slots * cap * max(out, back))

@@ -21,6 +21,8 @@ from sglang_afd.topology import Topology
 _ALIGNMENT = 256  # bytes; rows are moved 16 bytes at a time
 BLOCKS = 128
 """Thread blocks at most of a kernel that writes into peers: about as many SMs, briefly."""
+RETURN_BLOCKS = 512
+"""The same of F's replies: rows of all A ranks, each of several loads that wait for one another."""
 
 
 class Arena(NamedTuple):
@@ -218,7 +220,7 @@ class FfnEnd:
         arena: Arena,
         offset: int,
         waits: Waits,
-        blocks: int = BLOCKS,
+        blocks: int = RETURN_BLOCKS,
     ) -> None:
         """`offset`: where the channel begins in every arena, in bytes."""
         there, here = layouts(topology, shape)

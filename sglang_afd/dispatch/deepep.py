@@ -10,13 +10,14 @@ on the A side.  Limits: see `sglang_afd.transport_gate`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
+from sglang_afd.dispatch.buffers import deepep_cap
 from sglang_afd.dispatch.step_plan import Caps, Round
-from sglang_afd.dispatch.transport import MaskedBatch, RoutedRows
+from sglang_afd.dispatch.transport import MaskedBatch, RoutedRows, nothing
 from sglang_afd.topology import Topology
 
 _FP8_BLOCK = 128  # elements of a row that share one scale
@@ -61,6 +62,7 @@ class DeepEpTransport:
 
         self.caps = Caps(cap, None)
         self._name = topology.name_of(rank)
+        cap = deepep_cap(topology, cap)
         self._cap, self._top_k, self._hidden_size = cap, top_k, hidden_size
         self._num_experts, self._fp8 = num_experts, fp8
         per_rank = topology.experts_per_rank(num_experts)
@@ -96,11 +98,15 @@ class DeepEpTransport:
     def load(self) -> None:
         """See `Transport.load`: DeepEP's kernels are loaded with it, and it has met its peers."""
 
-    def dispatch(self, rows: RoutedRows, round_: Round) -> _Round:
+    def dispatch(
+        self, rows: RoutedRows, round_: Round, own_sent: Callable[[], None] = nothing
+    ) -> _Round:
         """See `Transport.dispatch`."""
         ids = rows.expert_ids.to(torch.int64)
         slots = torch.where(ids >= 0, ids + self._first_slot, -1)
-        return self._exchange(rows.hidden.contiguous(), slots, rows.weights.float())[-1]
+        handle = self._exchange(rows.hidden.contiguous(), slots, rows.weights.float())[-1]
+        own_sent()
+        return handle
 
     def combine(self, handle: _Round) -> torch.Tensor:
         """See `Transport.combine`."""

@@ -12,7 +12,7 @@ it; what comes back for them is thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import cycle
 from typing import NamedTuple
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from sglang_afd.dispatch.draws import draw
 from sglang_afd.dispatch.step_plan import Caps, Path, Round
-from sglang_afd.dispatch.transport import ExchangeError, RoutedRows, RowBatch
+from sglang_afd.dispatch.transport import ExchangeError, RoutedRows, RowBatch, nothing
 from sglang_afd.emulation import Emulation
 from sglang_afd.kernels.exchange_reference import drawn_ids, local_ids, reduce_places
 from sglang_afd.topology import Topology
@@ -91,8 +91,10 @@ class GlooTransport:
     def load(self) -> None:
         """See `Transport.load`: joining the group has connected the peers."""
 
-    def dispatch(self, rows: RoutedRows, round_: Round) -> _Sent:
-        """See `Transport.dispatch`."""
+    def dispatch(
+        self, rows: RoutedRows, round_: Round, own_sent: Callable[[], None] = nothing
+    ) -> _Sent:
+        """See `Transport.dispatch`; all rows go together."""
         hidden = rows.hidden.cpu()
         ids, weights = rows.expert_ids.cpu().to(torch.int32), rows.weights.cpu().float()
         routings = [(ids, weights)]
@@ -114,6 +116,7 @@ class GlooTransport:
         for message, work, peer in pending:
             self._wait(work, peer, "sending rows to")
             del message
+        own_sent()
         return _Sent(picked, rows.hidden)
 
     def combine(self, handle: _Sent) -> torch.Tensor:

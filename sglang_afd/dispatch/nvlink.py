@@ -15,6 +15,7 @@ import torch
 
 from sglang_afd.dispatch.channel import (
     BLOCKS,
+    RETURN_BLOCKS,
     Arena,
     AttentionEnd,
     FfnEnd,
@@ -26,7 +27,7 @@ from sglang_afd.dispatch.channel import (
 )
 from sglang_afd.dispatch.drawn import DrawnEnd, arena_of_sources
 from sglang_afd.dispatch.step_plan import Caps, Path, Round
-from sglang_afd.dispatch.transport import RoutedRows, RowBatch
+from sglang_afd.dispatch.transport import RoutedRows, RowBatch, nothing
 from sglang_afd.emulation import Emulation
 from sglang_afd.kernels.exchange import failure_of
 from sglang_afd.topology import Role, Topology
@@ -60,7 +61,7 @@ class NvlinkTransport:
         timeout: float,
         make_arena: Callable[[int], Arena],
         lanes: int = 1,
-        blocks: int = BLOCKS,
+        blocks: int | None = None,
         emulation: Emulation | None = None,
     ) -> None:
         """Allocate the buffers: a collective call of all world ranks.
@@ -69,7 +70,7 @@ class NvlinkTransport:
             lanes: how many lanes' decode rounds may be under way at the same time.
             timeout: seconds that a wait on the device lasts before it ends the rank.
             make_arena: bytes -> memory that all ranks of the world can write to.
-            blocks: see `channel.BLOCKS`.
+            blocks: see `channel.BLOCKS` and `channel.RETURN_BLOCKS`; None: these.
             emulation: None: nothing is emulated.
         """
         assert caps.bulk is not None
@@ -95,13 +96,15 @@ class NvlinkTransport:
         self._drawn: list[DrawnEnd] = []
         self._ffn: list[FfnEnd] = []
         sources = arena_of_sources(emulation, shapes[0], arena)
+        on_attention = BLOCKS if blocks is None else blocks
+        on_ffn = RETURN_BLOCKS if blocks is None else blocks
         offset = 0
         for channel, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
             bulk = channel == self._bulk
             world, memory = (topology, arena) if bulk else (served, sources)
             if topology.role_of(rank) is Role.ATTENTION:
                 self._attention.append(
-                    AttentionEnd(world, rank, present, shape, memory, offset, waits, blocks)
+                    AttentionEnd(world, rank, present, shape, memory, offset, waits, on_attention)
                 )
                 if emulation.emulated_by(rank) and not bulk:
                     self._drawn.append(
@@ -109,7 +112,7 @@ class NvlinkTransport:
                     )
             else:
                 place = world.ffn_world[topology.ffn_world.index(rank)]
-                self._ffn.append(FfnEnd(world, place, shape, memory, offset, waits, blocks))
+                self._ffn.append(FfnEnd(world, place, shape, memory, offset, waits, on_ffn))
             offset += size
 
     def load(self) -> None:
@@ -139,7 +142,9 @@ class NvlinkTransport:
             torch.zeros(1, shape.top_k, device=self._device),
         )
 
-    def dispatch(self, rows: RoutedRows, round_: Round) -> _Pending:
+    def dispatch(
+        self, rows: RoutedRows, round_: Round, own_sent: Callable[[], None] = nothing
+    ) -> _Pending:
         """See `Transport.dispatch`."""
         # A decode round's receiver looks at all slots, so that it needs no counts.
         decode = round_.path is Path.DECODE
@@ -147,6 +152,7 @@ class NvlinkTransport:
         channel = self._channel(round_)
         end = self._attention[channel]
         sent = end.dispatch(rows, slots=slots)
+        own_sent()
         if decode and self._drawn:
             self._drawn[channel].send(rows.hidden, sent, end.exchange)
         return _Pending(channel, sent)

@@ -6,7 +6,7 @@ In every round of the step plan, A ranks that join it call `dispatch` then `comb
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -51,6 +51,10 @@ class MaskedBatch(NamedTuple):
     expected: int
 
 
+def nothing() -> None:
+    """Nobody wants to know."""
+
+
 class Transport(Protocol):
     """Moves the rows of a round; a transport serves one role's calls on its rank."""
 
@@ -66,8 +70,15 @@ class Transport(Protocol):
         A collective call of all world ranks.
         """
 
-    def dispatch(self, rows: RoutedRows, round_: Round) -> Any:
-        """A: send rows to the F ranks that own their experts; return a handle for `combine`."""
+    def dispatch(
+        self, rows: RoutedRows, round_: Round, own_sent: Callable[[], None] = nothing
+    ) -> Any:
+        """A: send rows to the F ranks that own their experts; return a handle for `combine`.
+
+        Args:
+            own_sent: called when the rank's own rows are sent; those of ranks that it stands for
+                come after, as work that no real rank has.
+        """
 
     def combine(self, handle: Any) -> torch.Tensor:
         """A: return [n, H], each row the weighted sum of its experts' outputs."""

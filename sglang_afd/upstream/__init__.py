@@ -15,6 +15,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
     """Every hook of a deployment; processes that lack a role's work never reach its hooks."""
     from sglang_afd.upstream import (
         arguments,
+        attention_splits,
         ending,
         endpoints,
         expert_layers,
@@ -53,6 +54,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *step_sync.HOOKS,
         *expert_layers.HOOKS,
         *graphs.HOOKS,
+        *attention_splits.HOOKS,
         *lm_head.HOOKS,
         *speculation.HOOKS,
         *loading.HOOKS,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_afd.dispatch.buffers import Buffers, Rows, deepep, gloo, nvlink
+from sglang_afd.dispatch.buffers import Buffers, Rows, deepep, deepep_cap, gloo, nvlink
 from sglang_afd.dispatch.channel import Shape, channel_bytes
 from sglang_afd.dispatch.draws import draw
 from sglang_afd.emulation import Emulation
@@ -62,11 +62,21 @@ def test_deepeps_heap_holds_its_hint(
 ) -> None:
     topology = Topology(attention, ffn)
     slots = per_rank * topology.world_size
-    hint = Buffer.get_low_latency_rdma_size_hint(cap, hidden_size, topology.world_size, slots)
     shape = rows(num_experts=per_rank * ffn, hidden_size=hidden_size, decode=cap)
     held = deepep(topology, shape)
+    cap = deepep_cap(topology, cap)
+    hint = Buffer.get_low_latency_rdma_size_hint(cap, hidden_size, topology.world_size, slots)
     assert hint <= held.ffn.kept <= hint + 1100 * 2**20
     assert held.attention.kept - held.ffn.kept == slots * cap * 2 * hidden_size
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 1024))
+def test_deepep_carries_whole_tiles_of_an_experts_rows(attention: int, ffn: int, cap: int) -> None:
+    """A GEMM that writes 128 rows at a time would else write into the next expert's."""
+    topology = Topology(attention, ffn)
+    carried = deepep_cap(topology, cap)
+    assert cap <= carried <= cap + 127 and carried * topology.world_size % 128 == 0
+    assert carried <= 1024
 
 
 @given(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sglang_afd.dispatch import deepep
+from sglang_afd.dispatch.buffers import deepep_cap
 from sglang_afd.dispatch.deepep import DeepEpTransport
 from sglang_afd.dispatch.step_plan import Path, Round
 from sglang_afd.dispatch.transport import MaskedBatch, RoutedRows
@@ -189,7 +190,7 @@ def test_slots_of_attention_ranks_stay_empty(connect: Any, monkeypatch: pytest.M
     dispatch = Buffer.low_latency_dispatch
 
     def record(buffer: Any, x: Any, slots: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        assert args[:2] == (CAP, 4 * topology.world_size)
+        assert args[:2] == (deepep_cap(topology, CAP), 4 * topology.world_size)
         if slots.numel():
             seen.append(slots)
         return dispatch(buffer, x, slots, *args, **kwargs)
@@ -232,12 +233,12 @@ def test_the_buffer_is_made_for_all_slots_and_the_queues_for_the_cap(
 ) -> None:
     topology, experts = Topology(2, 2), 8
     network, _ = connect(topology, experts)
-    hint = Buffer.get_low_latency_rdma_size_hint(CAP, H, 4, 16)
+    hint = Buffer.get_low_latency_rdma_size_hint(deepep_cap(topology, CAP), H, 4, 16)
     assert [(b.size, b.num_qps) for b in network.buffers] == [(hint, 4)] * 4
     assert os.environ["NVSHMEM_QP_DEPTH"] == "1024"
     monkeypatch.setattr(sys.modules[__name__], "CAP", 600)
     connect(topology, experts)
-    assert os.environ["NVSHMEM_QP_DEPTH"] == "1202"
+    assert os.environ["NVSHMEM_QP_DEPTH"] == str(2 * (608 + 1))
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])

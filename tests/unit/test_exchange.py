@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -14,7 +15,7 @@ from sglang_afd.attention.exchange import AttentionExchange
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
 from sglang_afd.dispatch.step_plan import Caps, Path, Round, StepKind, StepPlan
-from sglang_afd.dispatch.transport import RoutedRows
+from sglang_afd.dispatch.transport import RoutedRows, nothing
 from sglang_afd.families import FAMILIES, MoeFacts
 
 pytestmark = pytest.mark.unit
@@ -33,11 +34,14 @@ class Recorder:
         self.rounds: list[Round] = []
         self.waiting: list[RoutedRows] = []
 
-    def dispatch(self, rows: RoutedRows, round_: Round) -> RoutedRows:
+    def dispatch(
+        self, rows: RoutedRows, round_: Round, own_sent: Callable[[], None] = nothing
+    ) -> RoutedRows:
         assert not self.waiting, "a round began before the last one was combined"
         self.sent.append(rows)
         self.rounds.append(round_)
         self.waiting.append(rows)
+        own_sent()
         return rows
 
     def combine(self, handle: RoutedRows) -> torch.Tensor:

@@ -5,9 +5,6 @@ tests/gpu/test_exchange.py runs the real ones.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path as File
@@ -25,28 +22,14 @@ from sglang_afd.dispatch.transport import RoutedRows
 from sglang_afd.emulation import Emulation
 from sglang_afd.kernels import exchange_reference as reference
 from sglang_afd.topology import Topology
+from tests.support.interpreted import run_in_interpreter
 from tests.support.local_ends import make_ends, make_transports, run_experts
 
 pytestmark = pytest.mark.unit
 
-ROOT = File(__file__).resolve().parents[2]
-INTERPRETED = File(__file__).with_name("exchange_in_interpreter.py")
-
 
 def test_kernels_in_the_interpreter() -> None:
-    """In a process of its own: Triton must know of it when it is first imported."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(INTERPRETED), "-v"]
-        + ["-p", "no:cacheprovider", "-p", "no:xdist"],
-        cwd=ROOT,
-        env={**own, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    print(done.stdout, done.stderr, sep="\n")
-    assert done.returncode == 0
+    run_in_interpreter(File(__file__).with_name("exchange_in_interpreter.py"))
 
 
 @pytest.fixture
@@ -100,6 +83,24 @@ def test_no_exchange_of_emulated_ranks_does(seen: dict[tuple[str, str], set[Any]
             sender.dispatch(rows, Round(Path.DECODE, 0, (stop - start, 0), lane))
     assert {kernel for kernel, _ in seen} == {"_send_rows", "_send_drawn"}
     assert all(len(values) == 1 for values in seen.values()), seen
+
+
+def test_own_rows_go_before_those_of_emulated_ranks(
+    seen: dict[tuple[str, str], set[Any]],
+) -> None:
+    """A lane's turn ends in between: no real rank has the work that comes after."""
+    emulation = Emulation(Topology(1, 1), Topology(4, 2))
+    shape = Shape(16, 16, 5, torch.bfloat16)
+    sender, _ = make_transports(emulation.real, 12, shape, Caps(16, 16), emulation=emulation)
+    rows = RoutedRows(torch.zeros(3, 16).bfloat16(), torch.zeros(3, 5).long(), torch.zeros(3, 5))
+    before: set[str] = set()
+    sender.dispatch(
+        rows,
+        Round(Path.DECODE, 0, (3, 0), 0),
+        lambda: before.update(kernel for kernel, _ in seen),
+    )
+    assert before == {"_send_rows"}
+    assert {kernel for kernel, _ in seen} == {"_send_rows", "_send_drawn"}
 
 
 shapes = st.builds(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 from sglang_afd.attention.empty_rounds import EmptyRounds
 from sglang_afd.dispatch.step_plan import Caps, Round, StepKind, StepPlan
-from sglang_afd.dispatch.transport import MaskedBatch, RoutedRows, RowBatch
+from sglang_afd.dispatch.transport import MaskedBatch, RoutedRows, RowBatch, nothing
 from sglang_afd.dispatch.turns import NoTurns
 from sglang_afd.ffn.graph import GraphServer
 from sglang_afd.observe.stages import HostClock, Stage, StepTimer
@@ -85,7 +85,10 @@ class Transport:
     def reply(self, output: torch.Tensor, round_: Round) -> None:
         self.cuda.note(f"{round_.path.name} {round_.start}")
 
-    def dispatch(self, rows: RoutedRows, round_: Round) -> Round:
+    def dispatch(
+        self, rows: RoutedRows, round_: Round, own_sent: Callable[[], None] = nothing
+    ) -> Round:
+        own_sent()
         return round_
 
     def combine(self, round_: Round) -> torch.Tensor:
