@@ -91,7 +91,9 @@ def test_own_rows_go_before_those_of_emulated_ranks(
     """A lane's turn ends in between: no real rank has the work that comes after."""
     emulation = Emulation(Topology(1, 1), Topology(4, 2))
     shape = Shape(16, 16, 5, torch.bfloat16)
-    sender, _ = make_transports(emulation.real, 12, shape, Caps(16, 16), emulation=emulation)
+    sender, _ = make_transports(
+        emulation.real, 12, shape, Caps(16, 16), lanes=1, emulation=emulation
+    )
     rows = RoutedRows(torch.zeros(3, 16).bfloat16(), torch.zeros(3, 5).long(), torch.zeros(3, 5))
     before: set[str] = set()
     sender.dispatch(
