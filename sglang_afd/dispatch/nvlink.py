@@ -8,7 +8,7 @@ memory.  Emulated ranks (`sglang_afd.dispatch.drawn`) take part in decode channe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from sglang_afd.dispatch.step_plan import Caps, Path, Round
 from sglang_afd.dispatch.transport import RoutedRows, RowBatch
 from sglang_afd.emulation import Emulation
 from sglang_afd.kernels.exchange import failure_of
+from sglang_afd.kernels.stamps import anchor, new_stamps
 from sglang_afd.topology import Role, Topology
 
 
@@ -62,6 +63,7 @@ class NvlinkTransport:
         lanes: int = 1,
         blocks: int = BLOCKS,
         emulation: Emulation | None = None,
+        layers: int = 0,
     ) -> None:
         """Allocate the buffers: a collective call of all world ranks.
 
@@ -71,6 +73,7 @@ class NvlinkTransport:
             make_arena: bytes -> memory that all ranks of the world can write to.
             blocks: see `channel.BLOCKS`.
             emulation: None: nothing is emulated.
+            layers: of the model, whose exchanges leave moments; 0: none does.
         """
         assert caps.bulk is not None
         self.caps = caps
@@ -95,13 +98,17 @@ class NvlinkTransport:
         self._drawn: list[DrawnEnd] = []
         self._ffn: list[FfnEnd] = []
         sources = arena_of_sources(emulation, shapes[0], arena)
+        self.stamps: Sequence[torch.Tensor] = [
+            new_stamps(layers, self._device) for _ in range(lanes if layers else 0)
+        ]
         offset = 0
         for channel, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
             bulk = channel == self._bulk
             world, memory = (topology, arena) if bulk else (served, sources)
+            stamps = None if bulk or not layers else self.stamps[channel]
             if topology.role_of(rank) is Role.ATTENTION:
                 self._attention.append(
-                    AttentionEnd(world, rank, present, shape, memory, offset, waits, blocks)
+                    AttentionEnd(world, rank, present, shape, memory, offset, waits, blocks, stamps)
                 )
                 if emulation.emulated_by(rank) and not bulk:
                     self._drawn.append(
@@ -109,11 +116,13 @@ class NvlinkTransport:
                     )
             else:
                 place = world.ffn_world[topology.ffn_world.index(rank)]
-                self._ffn.append(FfnEnd(world, place, shape, memory, offset, waits, blocks))
+                self._ffn.append(FfnEnd(world, place, shape, memory, offset, waits, blocks, stamps))
             offset += size
 
     def load(self) -> None:
         """See `Transport.load`."""
+        for stamps in self.stamps:
+            anchor(stamps)
         attention = self._topology.attention_world
         counts = tuple(int(rank in attention) for rank in range(self._topology.world_size))
         for channel, shape in enumerate(self._shapes):
