@@ -45,7 +45,7 @@ GPU_LANES = {"nvlink": MOST_LANES, "deepep": 1, "gloo": 1}
 """Lanes that a rank on a GPU can run, by transport."""
 GPU_LANE_MODELS = ("Qwen3MoeForCausalLM", "MiniMaxM2ForCausalLM")
 """Models of which nothing but what lanes have of their own holds a step's state: others run shared
-experts on a stream of the whole model's, or have slots of recurrent state without quarantine."""
+experts on a stream of the whole model's."""
 GRAPH_TRANSPORTS = ("nvlink",)
 """Transports whose decode rounds CUDA graphs can hold: those with `Transport.graphs`."""
 DEFAULT_ROWS = 128
