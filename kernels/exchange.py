@@ -15,6 +15,8 @@ A flag holds the number of the exchange, counted on the device, so that a captur
 replayed.  A wait is one block of one warp: it holds no other part of the GPU, and it gives up after
 a bound, leaving word of the peer it waited for.  docs/kernels.md argues why no order of lanes can
 deadlock.  Peers are given as int64 tensors of addresses in this process's address space.
+
+Kernels that are given `sglang_afd.kernels.stamps` leave moments there, if those are armed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,20 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+
+from sglang_afd.kernels.stamps import (
+    CAME,
+    RETURN,
+    RETURNED,
+    SEND,
+    SENT,
+    SUMMED,
+    WAIT,
+    mask_of,
+    stamp,
+    stamp_first,
+    stamp_latest,
+)
 
 MAX_BLOCK = 2048
 """Elements of a row that one block moves at a time."""
@@ -38,6 +54,10 @@ _compiled_once = triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alig
 
 INTERPRETED = triton.knobs.runtime.interpret
 """The kernels run in Triton's interpreter, on CPU tensors."""
+
+_SEND, _SENT, _SUMMED = tl.constexpr(SEND), tl.constexpr(SENT), tl.constexpr(SUMMED)
+_WAIT, _CAME = tl.constexpr(WAIT), tl.constexpr(CAME)
+_RETURN, _RETURNED = tl.constexpr(RETURN), tl.constexpr(RETURNED)
 
 
 @triton.jit
@@ -106,13 +126,18 @@ def _send_rows(
     flag_addresses,
     exchange,
     ticket,
+    stamps,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     PER_RANK: tl.constexpr,
     FFN_RANKS: tl.constexpr,
     K_BLOCK: tl.constexpr,
     H_BLOCK: tl.constexpr,
+    STAMPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
+    if STAMPS:
+        stamp_first(stamps, tl.load(exchange) + 1, _SEND, STAMPS, INTERPRETED)
     places = tl.arange(0, K_BLOCK)
     for row in range(tl.program_id(0), cap, tl.num_programs(0)):
         held = (places < TOP_K) & (row < rows)
@@ -140,6 +165,8 @@ def _send_rows(
         for rank in tl.static_range(FFN_RANKS):
             flag = tl.load(flag_addresses + rank).to(tl.pointer_type(tl.int64))
             store_exchange_number(flag, number)
+        if STAMPS:
+            stamp(stamps, number, _SENT, STAMPS, INTERPRETED)
 
 
 @_compiled_once
@@ -150,9 +177,13 @@ def _wait(
     count,
     failure,
     bound_ns,
+    stamps,
     COUNTS_HERE: tl.constexpr,
+    STAMPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    if STAMPS:
+        stamp(stamps, tl.load(exchanges + first) + 1, _WAIT, STAMPS, INTERPRETED)
     for peer in range(first, first + count):
         if COUNTS_HERE:
             number = tl.load(exchanges + peer) + 1
@@ -176,6 +207,8 @@ def _wait(
         tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys")
         if COUNTS_HERE:
             tl.store(exchanges + peer, number)
+    if STAMPS:
+        stamp(stamps, tl.load(exchanges + first), _CAME, STAMPS, INTERPRETED)
 
 
 @_compiled_once
@@ -192,11 +225,16 @@ def _return_rows(
     sources,
     ticket,
     cap,
+    stamps,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     K_BLOCK: tl.constexpr,
     H_BLOCK: tl.constexpr,
+    STAMPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
+    if STAMPS:
+        stamp_first(stamps, tl.load(exchanges + first), _RETURN, STAMPS, INTERPRETED)
     places = tl.arange(0, K_BLOCK)
     columns = tl.arange(0, H_BLOCK)
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -223,6 +261,8 @@ def _return_rows(
         for source in range(first, first + sources):
             flag = tl.load(flag_addresses + source).to(tl.pointer_type(tl.int64))
             store_exchange_number(flag, tl.load(exchanges + source))
+        if STAMPS:
+            stamp(stamps, tl.load(exchanges + first), _RETURNED, STAMPS, INTERPRETED)
 
 
 @_compiled_once
@@ -231,12 +271,16 @@ def _sum_replies(
     expert_ids,
     total_rows,
     cap,
+    exchange,
+    stamps,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     PER_RANK: tl.constexpr,
     FFN_RANKS: tl.constexpr,
     K_BLOCK: tl.constexpr,
     H_BLOCK: tl.constexpr,
+    STAMPS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     row = tl.program_id(0)
     places = tl.arange(0, K_BLOCK)
@@ -253,6 +297,8 @@ def _sum_replies(
         total.to(total_rows.dtype.element_ty),
         mask=columns < HIDDEN,
     )
+    if STAMPS:
+        stamp_latest(stamps, tl.load(exchange), _SUMMED, STAMPS, INTERPRETED)
 
 
 class Peers(NamedTuple):
@@ -287,6 +333,7 @@ def send_rows(
     slots: int,
     per_rank: int,
     blocks: int,
+    stamps: torch.Tensor | None = None,
 ) -> None:
     """Write each row once into every F rank that owns one of its experts, then raise the flags.
 
@@ -312,12 +359,14 @@ def send_rows(
         to.flags,
         exchange,
         ticket,
+        stamps if stamps is not None else exchange,
         HIDDEN=size,
         TOP_K=top_k,
         PER_RANK=per_rank,
         FFN_RANKS=to.rows.shape[0],
         K_BLOCK=triton.next_power_of_2(top_k),
         H_BLOCK=min(MAX_BLOCK, triton.next_power_of_2(size)),
+        **_stamped(stamps),
         num_warps=WARPS,
     )
 
@@ -331,6 +380,7 @@ def wait(
     failure: torch.Tensor,
     seconds: float,
     counts_here: bool,
+    stamps: torch.Tensor | None = None,
 ) -> None:
     """Hold the stream until flags `first` .. `first + count - 1` show the present exchange.
 
@@ -348,8 +398,9 @@ def wait(
         count,
         failure,
         int(seconds * 1e9),
+        stamps if stamps is not None else exchanges,
         COUNTS_HERE=counts_here,
-        INTERPRETED=INTERPRETED,
+        **_stamped(stamps),
         num_warps=1,
     )
 
@@ -373,6 +424,7 @@ def return_rows(
     rows_each: int,
     cap: int,
     blocks: int,
+    stamps: torch.Tensor | None = None,
 ) -> None:
     """Reduce the expert outputs of sources `first` .. `first + count - 1` and write the rows back.
 
@@ -396,22 +448,32 @@ def return_rows(
         count,
         ticket,
         cap,
+        stamps if stamps is not None else exchanges,
         HIDDEN=size,
         TOP_K=top_k,
         K_BLOCK=triton.next_power_of_2(top_k),
         H_BLOCK=min(MAX_BLOCK, triton.next_power_of_2(size)),
+        **_stamped(stamps),
         num_warps=WARPS,
         enable_fp_fusion=False,  # products are rounded before they are added, as in the reference
     )
 
 
 def sum_replies(
-    replies: torch.Tensor, expert_ids: torch.Tensor, *, cap: int, per_rank: int, out: torch.Tensor
+    replies: torch.Tensor,
+    expert_ids: torch.Tensor,
+    *,
+    cap: int,
+    per_rank: int,
+    out: torch.Tensor,
+    exchange: torch.Tensor,
+    stamps: torch.Tensor | None = None,
 ) -> None:
     """Add up what the F ranks returned: see `exchange_reference.sum_replies`.
 
     Args:
         replies: [F * cap, H]; expert_ids: [n, K] global; out: [n, H].
+        exchange: as `send_rows` left it.
     """
     rows, size = out.shape
     if not rows:
@@ -423,10 +485,18 @@ def sum_replies(
         expert_ids,
         out,
         cap,
+        exchange,
+        stamps if stamps is not None else exchange,
         HIDDEN=size,
         TOP_K=top_k,
         PER_RANK=per_rank,
         FFN_RANKS=replies.shape[0] // cap,
         K_BLOCK=triton.next_power_of_2(top_k),
         H_BLOCK=block,
+        **_stamped(stamps),
     )
+
+
+def _stamped(stamps: torch.Tensor | None) -> dict[str, int | bool]:
+    """The kernels' constants for stamps; 0: none are given."""
+    return {"STAMPS": 0 if stamps is None else mask_of(stamps), "INTERPRETED": INTERPRETED}

@@ -140,7 +140,7 @@ def _keep_trace(console: Console, server: Server, folder: Path) -> None:
     console.print(f"\n[bold]Decode steps[/] of this answer ({file}):", highlight=False)
     try:
         console.print(trace.describe(found), highlight=False)
-    except BadTrace as reason:  # on GPUs, where steps are replayed from graphs
+    except BadTrace as reason:
         console.print(str(reason), highlight=False)
     console.print(
         f"python -m sglang_afd.trace {file} --plot step.png --perfetto steps.json draws them\n",

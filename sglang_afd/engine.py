@@ -24,8 +24,8 @@ def Engine(**arguments: Any) -> Any:
             ``afd_prefill_block``, ``afd_lanes``, ``afd_expert_replicas``,
             ``afd_expert_placement``, ``afd_startup_timeout``, ``afd_exchange_timeout``,
             ``afd_emulate_attention_ranks``, ``afd_emulate_ffn_ranks``,
-            ``afd_emulation_is_not_the_model``, ``afd_role``.  ``afd_restart`` and
-            ``afd_restart_requests`` are for servers alone.
+            ``afd_emulation_is_not_the_model``, ``afd_role``, ``afd_validation``.  ``afd_nsys``,
+            ``afd_restart`` and ``afd_restart_requests`` are for servers alone.
             ``python -m sglang_afd.launch_server --help`` explains them.  Without `model_path` it
             runs the embedded model.
 
@@ -47,6 +47,10 @@ def Engine(**arguments: Any) -> Any:
         raise start.Refused(
             "afd_restart keeps a server's port and requests, of which an Engine has none; leave it "
             "and afd_restart_requests out"
+        )
+    if "afd_nsys" in arguments:
+        raise start.Refused(
+            "afd_nsys is a server's; run the program that makes the Engine under nsys profile"
         )
     imported_before = server.is_imported() and os.environ.get(CPU_ENV) != "1"
     arguments.setdefault("log_level", "error")

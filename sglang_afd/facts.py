@@ -40,6 +40,8 @@ class Facts:
     environment: Mapping[str, str] = field(default_factory=dict)
     why_transport: str = "asked for"
     """Why the rows travel as they do."""
+    nsys: str = ""
+    """Folder for reports of Nsight Systems; empty: it does not run."""
     validation: str = ""
     """The report of a validation, a file; empty: none is given."""
 

@@ -21,6 +21,7 @@ FFN_PORT = 30001
 the attention command serves, on the same host maybe."""
 NOT_THE_MODEL = "--afd-emulation-is-not-the-model"
 VALIDATION = "--afd-validation"
+NSYS, NSYS_PROGRAM = "--afd-nsys", "nsys"
 SWITCHES = (NOT_THE_MODEL,)
 """Our flags that take no value."""
 OWNED: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -44,7 +45,7 @@ GPU_LANES = {"nvlink": MOST_LANES, "deepep": 1, "gloo": 1}
 """Lanes that a rank on a GPU can run, by transport."""
 GPU_LANE_MODELS = ("Qwen3MoeForCausalLM", "MiniMaxM2ForCausalLM")
 """Models of which nothing but what lanes have of their own holds a step's state: others run shared
-experts on a stream of the whole model's, or have slots of recurrent state without quarantine."""
+experts on a stream of the whole model's."""
 GRAPH_TRANSPORTS = ("nvlink",)
 """Transports whose decode rounds CUDA graphs can hold: those with `Transport.graphs`."""
 DEFAULT_ROWS = 128
@@ -170,6 +171,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="a report of python -m sglang_afd.validate: start only if it passes and is of this "
         "deployment",
     )
+    add_nsys_flag(group)
     add_restart_flags(group)
     group.add_argument(
         "--afd-role",
@@ -178,6 +180,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "flags (with --nnodes 2 --node-rank 0|1 --dist-init-addr HOST:PORT; attention is rank 0). "
         "On one machine with a GPU for every rank of both, FFN ranks take the GPUs after those of "
         "the attention ranks; --base-gpu-id chooses others",
+    )
+
+
+def add_nsys_flag(parser: argparse._ActionsContainer) -> None:
+    """Add the flag of `sglang_afd.on_nsys` to `parser`."""
+    parser.add_argument(
+        NSYS,
+        default="",
+        metavar="DIR",
+        help="run each role under NVIDIA's Nsight Systems, which must be installed, and write its "
+        "reports there; profiles with the activity CUDA_PROFILER are recorded",
     )
 
 

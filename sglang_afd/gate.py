@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from shutil import which
 
 from sglang_afd import accuracy_gate, model_gate, transport_gate
 from sglang_afd.addresses import is_local, is_port, parse_address, port_problem, resolve_problem
@@ -18,6 +19,7 @@ from sglang_afd.config import AfdConfig, ConfigError
 from sglang_afd.facts import Facts, Refusal
 from sglang_afd.families import MoeFacts, UnsupportedModel
 from sglang_afd.features import refused
+from sglang_afd.flags import NSYS, NSYS_PROGRAM
 from sglang_afd.placement import PlacementError, read
 from sglang_afd.plan.advice import advise
 from sglang_afd.platform.defaults import environment_problem
@@ -188,6 +190,12 @@ def _execution(facts: Facts) -> Iterator[Refusal]:
     for feature, by in refused(facts.args, facts.environment):
         yield Refusal(
             f"{by} asks for {feature.name}, which AFD refuses: {feature.reason}", feature.mend
+        )
+    if facts.nsys and which(NSYS_PROGRAM, path=facts.environment.get("PATH")) is None:
+        yield Refusal(
+            f"{NSYS} needs Nsight Systems, whose program {NSYS_PROGRAM} is not on the PATH",
+            f"install the package nsight-systems-cli, or leave {NSYS} out: POST /afd/trace and "
+            f"/start_profile need nothing",
         )
     if facts.config.lanes > 1:
         for flag, reason in _ONE_LANE_ONLY:

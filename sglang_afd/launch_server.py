@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sglang_afd import on_ray, plugin, start
+from sglang_afd import on_nsys, on_ray, plugin, start
 from sglang_afd.causes import INTERRUPTED
 from sglang_afd.command_line import expand_config_file
 from sglang_afd.config import ConfigError
+from sglang_afd.flags import NSYS
 from sglang_afd.front.settings import settings as front_settings
 from sglang_afd.upstream import server
 
@@ -63,10 +64,15 @@ def _hand_over(args: Sequence[str]) -> None:
         ConfigError: they cannot.
     """
     behind, (on_cluster, rest) = front_settings(args), on_ray.take(args)
+    reports, profiled = on_nsys.take(args)
     if behind is not None and on_cluster is not None:
         raise ConfigError(
             "--afd-restart keeps no deployment on a Ray cluster; leave one of them out"
         )
+    if reports is not None:
+        if behind is not None or on_cluster is not None:
+            raise ConfigError(f"{NSYS} goes with neither --afd-restart nor --afd-ray; leave it out")
+        raise SystemExit(on_nsys.run(reports, profiled, program=PROGRAM))
     if behind is not None:
         from sglang_afd.front.command import run  # its HTTP library is for the front alone
 

@@ -22,7 +22,7 @@ from sglang_afd import flags
 from sglang_afd.causes import INTERRUPTED
 from sglang_afd.command_line import last_value, values
 from sglang_afd.config import AfdConfig, ConfigError
-from sglang_afd.running import end_with_parent, free_port
+from sglang_afd.running import asked_to_stop, end_with_parent, free_port
 from sglang_afd.topology import Role
 from sglang_afd.upstream.handshake import TOKEN_ENV
 
@@ -255,7 +255,7 @@ def _supervise(
             own += ["--port", str(health_port)]
         ray.get(actors[role].start.remote([*args, *own], token))
     ends = {actors[role].wait.remote(): role for role in places}
-    with _asked_to_stop() as asked:
+    with asked_to_stop() as asked:
         status = _await_first(ends, asked, program)
     left = list(ends)
     for role in (Role.ATTENTION, Role.FFN):  # the FFN command ends with the attention command
@@ -292,18 +292,3 @@ def _await_first(ends: dict[Any, Role], asked: list[int], program: str) -> int:
 
 def _complain(program: str, what: str) -> None:
     print(f"{program}: error: {what}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
-    """The signals that ask for an end, as they come."""
-    asked: list[int] = []
-    before = {
-        number: signal.signal(number, lambda got, _: asked.append(got))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -151,6 +151,21 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+@contextmanager
+def asked_to_stop() -> Iterator[list[int]]:
+    """The signals that ask this process for an end, as they come."""
+    asked: list[int] = []
+    before = {
+        number: signal.signal(number, lambda got, _: asked.append(got))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 _given: deque[frozenset[int]] = deque(maxlen=64)
 
 

@@ -19,7 +19,7 @@ from sglang_afd.checkpoint import read_checkpoint
 from sglang_afd.command_line import expand_config_file, int_value, last_value, values
 from sglang_afd.config import ENV, START_BY_ENV, ConfigError
 from sglang_afd.facts import Facts
-from sglang_afd.flags import VALIDATION, Command, add_flags, parse, placement
+from sglang_afd.flags import NSYS, VALIDATION, Command, add_flags, parse, placement
 from sglang_afd.gate import Finding, findings
 from sglang_afd.machine import this_machine
 from sglang_afd.plugin import CPU_ENV
@@ -85,16 +85,7 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
     command, facts, on_cpu = _read(argv, program)
     args = list(command.sglang_args)
     if facts is not None:
-        found = findings(facts)
-        refused = [finding for finding in found if not finding.passed]
-        if refused:
-            raise Refused("\n  ".join(f"{f.gate}: {f.message}; {f.mend}" for f in refused))
-        for warning in (finding for finding in found if finding.mend):
-            print(
-                f"{program}: {warning.gate}: {warning.message}; {warning.mend}",
-                file=sys.stderr,
-                flush=True,
-            )
+        pass_gates(facts, program)
         print(
             f"{program}: AFD with {facts.config.attention_ranks} attention and "
             f"{facts.config.ffn_ranks} FFN ranks; rows travel over {facts.config.transport} "
@@ -126,6 +117,24 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
         os.environ[ENV] = command.config.to_json()
         os.environ[START_BY_ENV] = str(began + command.config.startup_timeout)
     return Command(command.config, args)
+
+
+def pass_gates(facts: Facts, program: str) -> None:
+    """Ask every gate, and print what those warn of that pass.
+
+    Raises:
+        Refused: one does not.
+    """
+    found = findings(facts)
+    refused = [finding for finding in found if not finding.passed]
+    if refused:
+        raise Refused("\n  ".join(f"{f.gate}: {f.message}; {f.mend}" for f in refused))
+    for warning in (finding for finding in found if finding.mend):
+        print(
+            f"{program}: {warning.gate}: {warning.message}; {warning.mend}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def read_facts(argv: Sequence[str], *, program: str) -> Facts | None:
@@ -178,6 +187,7 @@ def _read(argv: Sequence[str], program: str) -> _Request:
             machine=machine,
             on_cpu=on_cpu,
             environment=dict(os.environ),
+            nsys=last_value(expanded, NSYS) or "",
             validation=last_value(expanded, VALIDATION) or "",
         )
 

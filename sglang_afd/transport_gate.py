@@ -250,7 +250,7 @@ def _lanes(facts: Facts) -> Iterator[Refusal]:
     if architecture not in GPU_LANE_MODELS:
         yield Refusal(
             f"--afd-lanes {config.lanes} on GPUs is for {', '.join(GPU_LANE_MODELS)} so far: lanes "
-            f"of {architecture} would share streams, or slots of its recurrent state",
+            f"of {architecture} would share streams of the whole model's",
             "use --afd-lanes 1",
         )
 

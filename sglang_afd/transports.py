@@ -83,6 +83,7 @@ def _nvlink(context: RankContext, dtype: torch.dtype, fp8: bool, group: Any) -> 
         timeout=config.exchange_timeout,
         make_arena=lambda size: symmetric_arena(size, group),
         lanes=config.lanes,
+        layers=len(context.facts.layers),
     )
 
 

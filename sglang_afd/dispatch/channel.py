@@ -134,10 +134,13 @@ class AttentionEnd:
         offset: int,
         waits: Waits,
         blocks: int = BLOCKS,
+        stamps: torch.Tensor | None = None,
     ) -> None:
-        """`offset`: where the channel begins in every arena, in bytes."""
+        """`offset`: where the channel begins in every arena, in bytes; `stamps`: its own, if its
+        kernels are to leave moments (see `sglang_afd.kernels.stamps`)."""
         here, there = layouts(topology, shape)
         device = arena.local.device
+        self._stamps = stamps
         memory = arena.local[offset : offset + here.size]
         self._shape, self._waits, self._blocks = shape, waits, blocks
         self._per_rank = topology.experts_per_rank(num_experts)
@@ -180,6 +183,7 @@ class AttentionEnd:
             slots=slots,
             per_rank=self._per_rank,
             blocks=self._blocks,
+            stamps=self._stamps,
         )
         return Sent(expert_ids)
 
@@ -196,7 +200,13 @@ class AttentionEnd:
         )
         out = self._replies.new_empty(sent.expert_ids.shape[0], self._shape.hidden_size)
         kernels.sum_replies(
-            self._replies, sent.expert_ids, cap=self._shape.cap, per_rank=self._per_rank, out=out
+            self._replies,
+            sent.expert_ids,
+            cap=self._shape.cap,
+            per_rank=self._per_rank,
+            out=out,
+            exchange=self.exchange,
+            stamps=self._stamps,
         )
         return out
 
@@ -221,10 +231,12 @@ class FfnEnd:
         offset: int,
         waits: Waits,
         blocks: int = RETURN_BLOCKS,
+        stamps: torch.Tensor | None = None,
     ) -> None:
-        """`offset`: where the channel begins in every arena, in bytes."""
+        """As `AttentionEnd`."""
         there, here = layouts(topology, shape)
         device = arena.local.device
+        self._stamps = stamps
         memory = arena.local[offset : offset + here.size]
         self._shape, self._waits, self._blocks = shape, waits, blocks
         self._rows = here.rows.of(memory).flatten(0, 1)
@@ -256,6 +268,7 @@ class FfnEnd:
                 failure=self._waits.failure,
                 seconds=self._waits.seconds,
                 counts_here=True,
+                stamps=self._stamps,
             )
         return RowBatch(
             *(
@@ -295,5 +308,6 @@ class FfnEnd:
                 rows_each=span.rows_each,
                 cap=self._shape.cap,
                 blocks=self._blocks,
+                stamps=self._stamps,
             )
             start = stop

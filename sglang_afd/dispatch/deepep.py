@@ -10,7 +10,7 @@ on the A side.  Limits: see `sglang_afd.transport_gate`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ class DeepEpTransport:
     """One rank's end of the DeepEP exchange."""
 
     graphs = False
+    stamps: Sequence[torch.Tensor] = ()
     """A graph would fix which of DeepEP's two buffers each of its rounds uses; eager rounds between
     replays change whose turn it is, and ranks would use different ones."""
 

@@ -12,7 +12,7 @@ it; what comes back for them is thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import cycle
 from typing import NamedTuple
@@ -52,6 +52,7 @@ class GlooTransport:
     """One rank's end of the gloo exchange."""
 
     graphs = False
+    stamps: Sequence[torch.Tensor] = ()
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ memory.  Emulated ranks (`sglang_afd.dispatch.drawn`) take part in decode channe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from sglang_afd.dispatch.step_plan import Caps, Path, Round
 from sglang_afd.dispatch.transport import RoutedRows, RowBatch, nothing
 from sglang_afd.emulation import Emulation
 from sglang_afd.kernels.exchange import failure_of
+from sglang_afd.kernels.stamps import anchor, new_stamps
 from sglang_afd.topology import Role, Topology
 
 
@@ -63,6 +64,7 @@ class NvlinkTransport:
         lanes: int = 1,
         blocks: int | None = None,
         emulation: Emulation | None = None,
+        layers: int = 0,
     ) -> None:
         """Allocate the buffers: a collective call of all world ranks.
 
@@ -72,6 +74,7 @@ class NvlinkTransport:
             make_arena: bytes -> memory that all ranks of the world can write to.
             blocks: see `channel.BLOCKS` and `channel.RETURN_BLOCKS`; None: these.
             emulation: None: nothing is emulated.
+            layers: of the model, whose exchanges leave moments; 0: none does.
         """
         assert caps.bulk is not None
         self.caps = caps
@@ -98,13 +101,19 @@ class NvlinkTransport:
         sources = arena_of_sources(emulation, shapes[0], arena)
         on_attention = BLOCKS if blocks is None else blocks
         on_ffn = RETURN_BLOCKS if blocks is None else blocks
+        self.stamps: Sequence[torch.Tensor] = [
+            new_stamps(layers, self._device) for _ in range(lanes if layers else 0)
+        ]
         offset = 0
         for channel, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
             bulk = channel == self._bulk
             world, memory = (topology, arena) if bulk else (served, sources)
+            stamps = None if bulk or not layers else self.stamps[channel]
             if topology.role_of(rank) is Role.ATTENTION:
                 self._attention.append(
-                    AttentionEnd(world, rank, present, shape, memory, offset, waits, on_attention)
+                    AttentionEnd(
+                        world, rank, present, shape, memory, offset, waits, on_attention, stamps
+                    )
                 )
                 if emulation.emulated_by(rank) and not bulk:
                     self._drawn.append(
@@ -112,11 +121,13 @@ class NvlinkTransport:
                     )
             else:
                 place = world.ffn_world[topology.ffn_world.index(rank)]
-                self._ffn.append(FfnEnd(world, place, shape, memory, offset, waits, on_ffn))
+                self._ffn.append(FfnEnd(world, place, shape, memory, offset, waits, on_ffn, stamps))
             offset += size
 
     def load(self) -> None:
         """See `Transport.load`."""
+        for stamps in self.stamps:
+            anchor(stamps)
         attention = self._topology.attention_world
         counts = tuple(int(rank in attention) for rank in range(self._topology.world_size))
         for channel, shape in enumerate(self._shapes):

@@ -6,7 +6,7 @@ In every round of the step plan, A ranks that join it call `dispatch` then `comb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,6 +63,9 @@ class Transport(Protocol):
     graphs: bool
     """Whether its decode rounds can be recorded in CUDA graphs, of any rank's own, and replayed
     between others that are not: how many rows there are is read on the device."""
+    stamps: Sequence[torch.Tensor]
+    """By lane, the moments that its decode rounds' kernels leave (see `sglang_afd.kernels.stamps`);
+    empty: they leave none."""
 
     def load(self) -> None:
         """Exchange a row on every path, so that kernels are loaded and the peers known to answer.

@@ -42,9 +42,7 @@ SERIES = (
     ),
     Series("stage_seconds", "counter", ("stage",), "time in each stage of the steps"),
     Series("exposed_seconds", "counter", (), "time in steps without own work: waiting, exchanging"),
-    Series(
-        "replayed_steps", "counter", (), "steps replayed from graphs: their stages are not seen"
-    ),
+    Series("replayed_steps", "counter", (), "steps replayed from graphs"),
     Series("exchanges", "counter", (), "exchanges with the other role, each of one MoE layer"),
     Series("exchanged_rows", "counter", (), "rows sent in them (on FFN ranks: of all)"),
     Series(
@@ -100,7 +98,7 @@ class StepMetrics:
             of("stage_seconds", stage.value).inc(spent)
             exposed += spent if stage in EXCHANGE else 0.0
         of("exposed_seconds").inc(exposed)
-        of("replayed_steps").inc(not times.spans)
+        of("replayed_steps").inc(times.replayed)
         exchanges = len(times.rounds) * self._layers
         rows = times.rows * self._layers
         of("exchanges").inc(exchanges)

@@ -3,14 +3,14 @@
 A step of an A rank is attention (all that the model does outside of its experts), dispatch and
 combine; one of an F rank is receive, experts and reply.  The exchange's stages are marked as they
 begin and end; what lies between them is the role's own work.  A decode round that is replayed from
-a CUDA graph passes no mark, so such a step has a beginning and an end alone.
+a CUDA graph passes no mark: where its kernels leave `Stamps`, those tell its stages.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
@@ -64,9 +64,11 @@ class StepTimes(NamedTuple):
     """Seconds from the beginning of the lane's step before; None if the rank had none there in
     between, or nobody had any."""
     spans: tuple[Span, ...]
-    """Without gaps from `start` to `end`; empty if the step was replayed from a graph."""
+    """Without gaps from `start` to `end`; empty if nothing tells them."""
     loads: torch.Tensor | None
     """F: [exchanges, E_local] int64 on the host, rows that each expert got; None if replayed."""
+    replayed: bool = False
+    """The step was replayed from a graph."""
 
     def by_stage(self) -> dict[Stage, float]:
         """Seconds spent in each stage."""
@@ -78,6 +80,27 @@ class StepTimes(NamedTuple):
     def exchanging(self) -> float:
         """Seconds without own work."""
         return sum(spent for stage, spent in self.by_stage().items() if stage in EXCHANGE)
+
+
+Spent = tuple[Stage, float, float]
+"""A stage of an exchange: beginning and end, in seconds since a step's beginning."""
+
+
+class Stamps(Protocol):
+    """What the kernels of a lane's decode round tell of their moments, also in a graph."""
+
+    def arm(self, on: bool) -> None:
+        """Let them take moments, or not."""
+
+    def begin(self) -> None:
+        """A step begins in the current stream."""
+
+    def take(self) -> Any:
+        """The moments of the step that ends in the current stream, once that has come here."""
+
+    def spent(self, taken: Any) -> list[Spent]:
+        """The step's stages, in order; empty if the kernels took no moments from its beginning.
+        Asked once for each `take`."""
 
 
 class Clock(Protocol):
@@ -141,6 +164,7 @@ class _Open(NamedTuple):
     agreed: float
     follows: bool
     start: Any
+    stamps: Stamps | None
     marks: list[tuple[Stage, Any, Any]]
     loads: list[torch.Tensor]
 
@@ -190,19 +214,27 @@ class StepTimer:
         self._clock: Clock | None = None
         self._listeners: tuple[Callable[[StepTimes], None], ...] = ()
         self._open: _Open | None = None
-        self._ended: deque[tuple[_Open, Any]] = deque()
+        self._ended: deque[tuple[_Open, Any, Any]] = deque()
+        self._stamps: Sequence[Stamps] = ()
         self._agreed = 0.0
         self._going: set[tuple[int, Path]] = set()
         self._starts: dict[tuple[int, Path], float] = {}
+
+    def use(self, stamps: Sequence[Stamps]) -> None:
+        """From now on these tell the stages of replayed steps, by lane."""
+        self._stamps = stamps
+        self._arm(bool(self._listeners))
 
     def subscribe(self, listener: Callable[[StepTimes], None]) -> None:
         """Tell `listener` of every step from the next one on, in order, some steps later."""
         self._clock = self._clock or self._make_clock()
         self._listeners = (*self._listeners, listener)
+        self._arm(True)
 
     def forget(self, listener: Callable[[StepTimes], None]) -> None:
         """Tell `listener` no more."""
         self._listeners = tuple(other for other in self._listeners if other != listener)
+        self._arm(bool(self._listeners))
 
     def agreed(self, plan: StepPlan) -> None:
         """The ranks have agreed on the next step's plan."""
@@ -228,15 +260,20 @@ class StepTimer:
             for round_ in own
         )
         key = plan.lane, path
+        stamps = self._stamps[plan.lane] if self._stamps and path is Path.DECODE else None
         self._open = opened = _Open(
-            plan, rounds, path, rows, self._agreed, key in self._going, clock.mark(), [], []
+            plan, rounds, path, rows, self._agreed, key in self._going, clock.mark(), stamps, [], []
         )
+        if stamps is not None:
+            stamps.begin()
         self._going.add(key)
         try:
             yield
         finally:
             self._open = None
-        self._ended.append((opened, clock.mark()))
+        told_by = None if opened.marks else stamps
+        taken = None if told_by is None else told_by.take()
+        self._ended.append((opened._replace(stamps=told_by), clock.mark(), taken))
         self._tell(clock)
 
     def stage(self, stage: Stage) -> AbstractContextManager[None]:
@@ -255,12 +292,15 @@ class StepTimer:
 
     def _tell(self, clock: Clock) -> None:
         while self._ended and clock.passed(self._ended[0][1]):
-            opened, end = self._ended.popleft()
-            times = self._times(opened, end, clock)
+            times = self._times(*self._ended.popleft(), clock)
             for listener in self._listeners:
                 listener(times)
 
-    def _times(self, opened: _Open, end: Any, clock: Clock) -> StepTimes:
+    def _arm(self, on: bool) -> None:
+        for stamps in self._stamps:
+            stamps.arm(on)
+
+    def _times(self, opened: _Open, end: Any, taken: Any, clock: Clock) -> StepTimes:
         begun = at = clock.seconds(opened.start)
         spans = []
         for stage, first, last in opened.marks:
@@ -268,6 +308,12 @@ class StepTimer:
             spans += [Span(self._own_work, at, start), Span(stage, start, stop)]
             at = stop
         finished = clock.seconds(end)
+        if opened.stamps is not None:
+            for stage, since, until in opened.stamps.spent(taken):
+                # the two clocks are set by one moment, a few microseconds apart
+                start, stop = (min(max(at, begun + s), finished) for s in (since, until))
+                spans += [Span(self._own_work, at, start), Span(stage, start, stop)]
+                at = stop
         if spans:
             spans.append(Span(self._own_work, at, finished))
         key = opened.plan.lane, opened.path
@@ -284,6 +330,7 @@ class StepTimer:
             begun - before if opened.follows and before is not None else None,
             tuple(spans),
             torch.stack(opened.loads).cpu() if opened.loads else None,
+            replayed=not opened.marks,
         )
 
 

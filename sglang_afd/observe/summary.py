@@ -21,7 +21,7 @@ class Summary(msgspec.Struct, frozen=True):
     rows: int
     """Of its own steps; on F ranks of everybody's."""
     working: float | None
-    """Share of its role's own work; None if steps were replayed from graphs: it is not seen."""
+    """Share of its role's own work; None if nothing tells some step's stages."""
     exchanging: float | None
     """Share of sending, waiting for the other role and taking in, within steps."""
 

@@ -28,7 +28,7 @@ class TracedStep(msgspec.Struct, frozen=True):
     interval: float | None
     """As `StepTimes` has it."""
     spans: list[tuple[str, float, float]]
-    """(stage, beginning, end) without gaps; empty if the step was replayed from a graph."""
+    """(stage, beginning, end) without gaps; empty if nothing tells them."""
     expert_rows: list[list[int]] | None = None
     """F: rows that each slot got in each MoE layer; None if the step was replayed."""
 

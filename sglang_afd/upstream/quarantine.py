@@ -1,4 +1,5 @@
-"""Freed KV pages and request slots are handed out again only when no step may write to them.
+"""What was freed of KV pages, request slots and slots of recurrent state is handed out again only
+when no step may write to it.
 
 Several lanes' steps are under way at once (see `sglang_afd.lanes`).  What is held counts
 as available, so that admission, eviction and leak checks see the numbers they would see with one
@@ -19,6 +20,7 @@ _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _TOKENS = f"{_ALLOCATOR}.token.TokenToKVPoolAllocator"
 _PAGES = f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator"
 _SLOTS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
+_STATES = f"{_ALLOCATOR}.mamba.MambaSlotAllocator"
 
 _quarantines: WeakKeyDictionary[Any, Quarantine] = WeakKeyDictionary()
 
@@ -54,6 +56,11 @@ def _free_slots(original: Callable[..., None], pool: Any, indices: list[int]) ->
     _of(pool).free(len(kept), lambda: original(pool, kept))
 
 
+def _free_states(original: Callable[..., None], pool: Any, indices: Any) -> None:
+    kept = indices.clone()
+    _of(pool).free(kept.numel(), lambda: original(pool, kept))
+
+
 def _with_held(available: int, pool: Any) -> int:
     return available + _of(pool).size
 
@@ -78,6 +85,7 @@ HOOKS: tuple[Hook, ...] = (
             (f"{_TOKENS}.free", _free_tokens),
             (f"{_PAGES}._release_page_ids", _free_pages),
             (f"{_SLOTS}.free_rows", _free_slots),
+            (f"{_STATES}.free", _free_states),
         )
     ),
     *(
@@ -87,7 +95,7 @@ HOOKS: tuple[Hook, ...] = (
             _with_held,
             "what is held is free memory: it can be had by waiting for a step",
         )
-        for target in (_TOKENS, _PAGES, _SLOTS)
+        for target in (_TOKENS, _PAGES, _SLOTS, _STATES)
     ),
     *(
         Hook(target, Kind.AROUND, _allocate, "what is held is handed out once its steps end")
@@ -95,10 +103,11 @@ HOOKS: tuple[Hook, ...] = (
             f"{_TOKENS}.alloc",
             *(f"{_PAGES}.{name}" for name in ("alloc", "alloc_extend", "alloc_decode")),
             f"{_SLOTS}.alloc_rows",
+            f"{_STATES}.alloc",
         )
     ),
     *(
         Hook(f"{target}.clear", Kind.AFTER, _clear, "a cleared pool has everything again")
-        for target in (_TOKENS, _PAGES, _SLOTS)
+        for target in (_TOKENS, _PAGES, _SLOTS, _STATES)
     ),
 )

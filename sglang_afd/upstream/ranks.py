@@ -113,6 +113,12 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         context.caps = transport.caps
         with naming_peers():
             transport.load()
+        if transport.stamps:
+            from sglang_afd.observe.stamps import GraphStamps  # Triton is for GPUs
+
+            layers = len(context.facts.layers)
+            stamps = [GraphStamps(one, context.role, layers) for one in transport.stamps]
+            context.timer.use(stamps)
         exchange = AttentionExchange(context, transport)
         if context.role is Role.ATTENTION and graphs.wanted(transport):
             exchange.take_turns(

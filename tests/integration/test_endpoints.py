@@ -5,12 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.serving import Load, bench_command
+from sglang_afd import embedded
 from tests.support.client import Answer
 from tests.support.layouts import CAP, RUNNING, SMALL, on
 from tests.support.processes import cpu_seconds, wait_until
@@ -176,7 +179,22 @@ def test_profile(world: World, tmp_path: Path) -> None:
     assert world.post("/start_profile", body).status_code == 200
     world.generate(prompts([10], seed=47)[0], 3)
     assert world.post("/stop_profile").status_code == 200
-    traces = sorted(tmp_path.glob("*.trace.json.gz"))
+    check_traces(tmp_path)
+
+
+def test_bench_serving_profiles_both_roles(world: World, tmp_path: Path) -> None:
+    """SGLang's own client, with --profile."""
+    load = Load(input=8, output=4, requests=4, concurrency=2, seed=48, answer_seconds=200)
+    command = bench_command(world.port, load, embedded.path(), tmp_path / "bench.jsonl")
+    command += ["--profile", "--profile-activities", "CPU", "--profile-output-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=load.answer_seconds)
+    assert done.returncode == 0, done.stderr[-2000:]
+    check_traces(tmp_path)
+
+
+def check_traces(folder: Path) -> None:
+    """Below `folder` each of the three ranks has written one trace."""
+    traces = sorted(folder.rglob("*.trace.json.gz"), key=lambda trace: trace.name)
     assert [re.findall(r"TP-(\d)", trace.name) for trace in traces] == [["0"], ["1"], ["2"]]
     for trace in traces:
         names = {

@@ -123,6 +123,7 @@ def make_transports(
     memory: list[torch.Tensor] | None = None,
     device: str = "cpu",
     timeout: float = 5.0,
+    layers: int = 0,
 ) -> list[NvlinkTransport]:
     """The transport of every rank, over arenas that are ordinary memory; `memory` gets those."""
     memory = [] if memory is None else memory
@@ -148,6 +149,7 @@ def make_transports(
             timeout=timeout,
             make_arena=partial(arena, rank),
             lanes=lanes,
+            layers=layers,
             emulation=emulation,
         )
         for rank in range(topology.world_size)

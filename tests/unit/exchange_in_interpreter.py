@@ -26,7 +26,10 @@ from sglang_afd.emulation import Emulation
 from sglang_afd.kernels import drawn as drawn_kernels
 from sglang_afd.kernels import exchange as kernels
 from sglang_afd.kernels import exchange_reference as reference
-from sglang_afd.topology import Topology
+from sglang_afd.kernels.stamps import new_stamps
+from sglang_afd.observe.stages import Stage
+from sglang_afd.observe.stamps import GraphStamps
+from sglang_afd.topology import Role, Topology
 from tests.support.emulated import exchange_of_sources
 from tests.support.local_ends import (
     Ends,
@@ -279,6 +282,66 @@ def test_emulated_ranks_send_rows_of_their_own(
     monkeypatch.setattr(drawn_kernels, "MAX_BLOCK", 16)
     emulation = Emulation(Topology(1, 1, tp), Topology(attention, ffn, tp))
     exchange_of_sources(emulation, Shape(3, 48, 3, FP32), per_rank=4, lanes=2)
+
+
+@pytest.mark.parametrize("layers", [1, 3, 4])
+def test_stamps_tell_the_stages_of_the_last_step(layers: int) -> None:
+    """Of each lane, by a clock that counts the moments taken, whatever was exchanged before."""
+    topology, experts, shape = Topology(2, 2), 4, Shape(2, 16, 2, FP32)
+    transports = make_transports(topology, experts, shape, Caps(2, 3), lanes=2, layers=layers)
+    roles = [topology.role_of(rank) for rank in range(4)]
+    stamps = [
+        [GraphStamps(one, role, layers) for one in transport.stamps]
+        for role, transport in zip(roles, transports, strict=True)
+    ]
+    draw = random.Random(layers)
+
+    def exchange(lane: int) -> None:
+        round_ = Round(Path.DECODE, 0, (2, 1, 0, 0), lane)
+        rows = [random_rows(draw, round_.counts[n], shape, experts) for n in range(2)]
+        sent = [transports[n].dispatch(rows[n], round_) for n in range(2)]
+        for transport in transports[2:]:
+            batch, handle = transport.receive(round_)
+            transport.reply(run_experts(batch.hidden, batch.expert_ids), handle)
+        for n in range(2):
+            transports[n].combine(sent[n])
+
+    exchange(1)  # not armed: it leaves nothing
+    for lanes in stamps:
+        assert not lanes[1].take()[1:].any()
+        lanes[1].arm(True)
+        assert lanes[1].spent(lanes[1].take()) == []
+    for _ in range(2):  # two steps; the second writes over the first
+        for lanes in stamps:
+            lanes[1].begin()
+        for _ in range(layers):
+            exchange(1)
+        for role, lanes in zip(roles, stamps, strict=True):
+            spent = lanes[1].spent(lanes[1].take())
+            order = [Stage.DISPATCH, Stage.COMBINE]
+            if role is Role.FFN:
+                order = [Stage.RECEIVE, Stage.REPLY]
+            assert [stage for stage, *_ in spent] == order * layers
+            moments = [moment for _, *ends in spent for moment in ends]
+            assert moments == sorted(moments) and moments[0] > 0
+            assert all(end > start for _, start, end in spent)
+    for lanes in stamps:
+        assert not lanes[0].take().any(), "the other lane was neither armed nor used"
+        before = lanes[1].take().clone()
+        lanes[1].arm(False)
+        before[0, 0] = 0
+        assert torch.equal(lanes[1].take(), before)
+    exchange(1)
+    assert torch.equal(stamps[-1][1].take(), before), "nothing is written any more"
+
+
+def test_steps_beyond_the_copies_tell_no_stages() -> None:
+    """Until others have been told."""
+    stamps = GraphStamps(new_stamps(2, torch.device("cpu")), Role.FFN, 2)
+    taken = [stamps.take() for _ in range(100)]
+    assert taken[0] is not None and taken[-1] is None
+    assert stamps.spent(taken[-1]) == [] == stamps.spent(taken[0])
+    assert stamps.take() is not None and stamps.take() is None
 
 
 def rows_for(ends: Ends) -> RoutedRows:

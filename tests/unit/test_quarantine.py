@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 from sglang_afd.lanes import StepsInFlight
@@ -29,7 +30,12 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepsInFlight]:
     quarantine._quarantines.clear()
     owners = {
         owner.__name__: owner
-        for owner in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator, ReqToTokenPool)
+        for owner in (
+            TokenToKVPoolAllocator,
+            PagedTokenToKVPoolAllocator,
+            ReqToTokenPool,
+            MambaSlotAllocator,
+        )
     }
     for hook in quarantine.HOOKS:
         *_, owner, name = hook.target.split(".")
@@ -77,7 +83,82 @@ def test_freed_kv_counts_as_free_but_is_not_handed_out(
     assert pool.available_size() == SIZE - 2 * PAGE
 
 
-@pytest.mark.parametrize("make", [tokens, pages])
+def states() -> Any:
+    return MambaSlotAllocator(SIZE, "cpu")
+
+
+def reuse_of_a_freed_state() -> tuple[list[int], list[int], Step]:
+    """A slot that a lane's step may still write to is freed, and the pool gives one out.
+
+    Returns:
+        the slot that was freed, the one that the next request gets, and the step.
+    """
+    pool, step = states(), Step()
+    others = pool.alloc(SIZE - 1)
+    [freed], current = pool.alloc(1).tolist(), quarantine.current()
+    current.steps.launched(1, step)
+    pool.free(torch.tensor([freed]))
+    assert pool.available_size() == 1 and pool.schedulable_available_size() == 1
+    [given] = pool.alloc(1).tolist()
+    assert len(others) == SIZE - 1
+    return [freed], [given], step
+
+
+def test_a_freed_state_is_handed_out_behind_the_steps_that_may_write_there(
+    steps: StepsInFlight,
+) -> None:
+    freed, given, step = reuse_of_a_freed_state()
+    assert given == freed and step.waited == 1
+
+
+def test_without_the_hooks_a_state_is_written_by_two_lanes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fault that the quarantine mends."""
+    found = SimpleNamespace(steps=StepsInFlight())
+    monkeypatch.setattr(quarantine, "current", lambda: found)
+    freed, given, step = reuse_of_a_freed_state()
+    assert given == freed and not step.waited and not step.ended
+
+
+def test_freed_states_count_as_free_but_are_not_handed_out(steps: StepsInFlight) -> None:
+    pool, step = states(), Step()
+    mine, rest = pool.alloc(4), pool.alloc(SIZE - 8)
+    wanted = sorted(mine.tolist())
+    steps.launched(1, step)
+    pool.free(mine)
+    mine.fill_(-1)
+    assert pool.available_size() == 8
+    other = pool.alloc(4)
+    assert set(other.tolist()).isdisjoint(wanted) and not step.waited
+    assert pool.alloc(5) is None
+    assert sorted(pool.alloc(4).tolist()) == wanted and step.waited
+    assert pool.available_size() == 0 and pool.alloc(1) is None
+    step.ended = True
+    pool.free(rest)
+    assert pool.available_size() == len(rest) == len(pool.alloc(len(rest)))
+
+
+def test_states_drawn_ahead_for_a_queue_wait_too(steps: StepsInFlight) -> None:
+    """SGLang draws a slot for each waiting request at once, and returns those that none took."""
+    pool, step = states(), Step()
+    running = pool.alloc(SIZE - 2)
+    pool.alloc_group_begin(2)
+    first = pool.alloc(1)
+    steps.launched(0, step)
+    pool.alloc_group_end()
+    pool.free(running[:1])
+    assert pool.available_size() == 2
+    pool.alloc_group_begin(2)  # more than what no step may write to: each is drawn by itself
+    assert step.waited == 0
+    second, third = pool.alloc(1), pool.alloc(1)
+    assert step.waited > 0
+    pool.alloc_group_end()
+    assert len({*first.tolist(), *second.tolist(), *third.tolist()}) == 3
+    assert third.item() not in running[1:].tolist() and pool.available_size() == 0
+
+
+@pytest.mark.parametrize("make", [tokens, pages, states])
 def test_an_ended_step_holds_nothing_up(steps: StepsInFlight, make: Callable[[], Any]) -> None:
     pool, step = make(), Step()
     everything = pool.alloc(SIZE)
@@ -143,7 +224,7 @@ def test_request_slots_wait_too(steps: StepsInFlight) -> None:
     assert sorted(pool.free_slots) == sorted([*one, *three])
 
 
-@pytest.mark.parametrize("make", [tokens, pages])
+@pytest.mark.parametrize("make", [tokens, pages, states])
 def test_a_cleared_pool_has_everything_once(steps: StepsInFlight, make: Callable[[], Any]) -> None:
     pool, step = make(), Step()
     steps.launched(0, step)

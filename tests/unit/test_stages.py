@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from sglang_afd.dispatch.step_plan import Caps, Path, StepKind, StepPlan
 from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
 from sglang_afd.observe.stages import (
+    Span,
+    Spent,
     Stage,
     StepTimer,
     StepTimes,
@@ -183,3 +185,85 @@ def test_what_each_expert_got(batch: RowBatch | MaskedBatch, rows: list[int]) ->
         ffn.timer.received(batch)
         ffn.timer.received(batch)
     assert ffn.told[0].loads is not None and ffn.told[0].loads.tolist() == [rows, rows]
+
+
+class FakeStamps:
+    """Stamps of a step that tell what they are told to, and note what is asked of them."""
+
+    def __init__(self, spent: list[Spent]) -> None:
+        self.told, self.asked = spent, []  # type: tuple[list[Spent], list[str]]
+        self.on = False
+
+    def arm(self, on: bool) -> None:
+        self.on = on
+
+    def begin(self) -> None:
+        self.asked.append("begin")
+
+    def take(self) -> str:
+        self.asked.append("take")
+        return "taken"
+
+    def spent(self, taken: str) -> list[Spent]:
+        assert taken == "taken"
+        return self.told
+
+
+def replay(rank: Rank, agreed: StepPlan, seconds: float = 1.0) -> StepTimes:
+    with rank.timer.step(agreed, agreed.rounds):
+        rank.clock.now += seconds
+    return rank.told[-1]
+
+
+def test_stamps_tell_the_stages_of_a_replayed_step() -> None:
+    rank = Rank()
+    lanes = [FakeStamps([]), FakeStamps([(Stage.DISPATCH, 0.25, 0.5), (Stage.COMBINE, 0.5, 0.75)])]
+    rank.timer.use(lanes)
+    times = replay(rank, plan(0, 1, 0, lane=1))
+    assert lanes[0].asked == [] and lanes[1].asked == ["begin", "take"]
+    at = times.start
+    assert times.spans == (
+        Span(Stage.ATTENTION, at, at + 0.25),
+        Span(Stage.DISPATCH, at + 0.25, at + 0.5),
+        Span(Stage.ATTENTION, at + 0.5, at + 0.5),
+        Span(Stage.COMBINE, at + 0.5, at + 0.75),
+        Span(Stage.ATTENTION, at + 0.75, times.end),
+    )
+    assert times.replayed and times.loads is None
+    assert not replay(rank, plan(1, 1, 0)).spans, "these stamps tell nothing"
+
+
+def test_stamps_stay_within_the_step() -> None:
+    """Two clocks: what one of them says may lie a little outside of what the other does."""
+    rank = Rank()
+    rank.timer.use([FakeStamps([(Stage.DISPATCH, -0.5, 0.5), (Stage.COMBINE, 0.4, 1.5)])])
+    times = replay(rank, plan(0, 1, 0))
+    ends = [times.start, *(span.end for span in times.spans)]
+    assert [span.start for span in times.spans] == ends[:-1] and ends[-1] == times.end
+    assert ends == sorted(ends)
+
+
+def test_marks_count_more_than_stamps() -> None:
+    """An eager decode step has both; prefills have no stamps."""
+    rank = Rank()
+    stamps = FakeStamps([(Stage.DISPATCH, 0.0, 1.0)])
+    rank.timer.use([stamps])
+    rank.run(plan(0, 1, 0))
+    rank.run(plan(1, 9, 0, kind=StepKind.EXTEND))
+    assert stamps.asked == ["begin"]
+    assert all(len(times.spans) == 5 and not times.replayed for times in rank.told)
+
+
+def test_stamps_are_armed_while_somebody_listens() -> None:
+    rank = Rank()
+    stamps = FakeStamps([])
+    rank.timer.use([stamps])
+    assert stamps.on
+    more: list[StepTimes] = []
+    rank.timer.subscribe(more.append)
+    rank.timer.forget(rank.told.append)
+    assert stamps.on
+    rank.timer.forget(more.append)
+    assert not stamps.on
+    rank.timer.subscribe(more.append)
+    assert stamps.on

@@ -41,6 +41,7 @@ def times(start: float = 10.0, *, replayed: bool = False) -> StepTimes:
         end=start + 0.010,
         interval=0.012,
         spans=() if replayed else tuple(spans),
+        replayed=replayed,
         loads=None if replayed else torch.tensor([[4, 0], [1, 3], [2, 2], [0, 4]]),
     )
 

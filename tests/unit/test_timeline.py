@@ -58,6 +58,15 @@ def test_overlap_by_value() -> None:
     assert (found.exposed, found.efficiency) == (pytest.approx(0.3), pytest.approx(0.7))
 
 
+def test_steps_without_stages_are_left_out() -> None:
+    """The first ones of a trace, whose graphs' kernels took no moments yet."""
+    trace = traced(0.35, 0.1)
+    for rank in trace.ranks:
+        rank.steps[1] = msgspec.structs.replace(rank.steps[1], spans=[])
+    found = timeline.overlap(trace)
+    assert (found.steps, found.attention) == (3, pytest.approx(0.7))
+
+
 def test_lanes_add_up() -> None:
     found = timeline.overlap(traced(0.2, 0.22, lanes=2))
     assert (found.attention, found.experts) == (pytest.approx(0.8), pytest.approx(0.88))
@@ -70,7 +79,7 @@ def test_lanes_add_up() -> None:
         (Trace({}, []), "record more steps"),
         (traced(0.1, 0.1, interval=None), "record more steps"),
         (traced(0.1, 0.1, path="bulk"), "record more steps"),
-        (traced(0.1, 0.1, spans=[]), "--disable-cuda-graph"),
+        (traced(0.1, 0.1, spans=[]), "nothing tells the stages of step 1 "),
     ],
     ids=["empty", "apart", "prefills", "replayed"],
 )
