@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sglang_afd.config import AfdConfig
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.roles import on_ffn
 
@@ -62,6 +63,30 @@ def _unless_of_a_draft(
 ) -> None:
     if only_if_initialized or not runner.is_draft_worker:
         original(runner, only_if_initialized=only_if_initialized)
+
+
+def _reads(layers: tuple[int, ...]) -> Callable[..., None]:
+    """A hook after SGLang has found which layers a draft reads: those are `layers`."""
+
+    def set_layers(found: Any, **_: Any) -> None:
+        if found.eagle_use_aux_hidden_state:
+            found.eagle_aux_hidden_state_layer_ids = list(layers)
+
+    return set_layers
+
+
+def hooks(config: AfdConfig) -> tuple[Hook, ...]:
+    """Those of every deployment, and one where --afd-spec-aux-layers is given."""
+    if not config.spec_aux_layers:
+        return HOOKS
+    chosen = Hook(
+        "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state"
+        ".resolve_spec_aux_hidden_state_config",
+        Kind.AFTER,
+        _reads(config.spec_aux_layers),
+        "a draft whose config.json names no layers reads those that the user knows it to read",
+    )
+    return (*HOOKS, chosen)
 
 
 HOOKS = (
