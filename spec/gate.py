@@ -56,10 +56,10 @@ def execution_refusals(facts: Facts) -> Iterator[Refusal]:
             f"gives 1 to {speculation.steps + 1} tokens",
             "choose a mean between",
         )
-    if facts.config.lanes > 1:
+    if facts.config.lanes > 1 and not facts.on_cpu:
         yield Refusal(
-            f"speculation takes one lane, not --afd-lanes {facts.config.lanes}: a request that "
-            f"joins a lane would leave the draft's state behind",
+            f"speculation on GPUs takes one lane, not --afd-lanes {facts.config.lanes}: a draft's "
+            f"graphs and buffers are not kept apart by lane",
             "use --afd-lanes 1",
         )
     rows = rows_needed(facts.args, facts.config.attention_ranks, facts.config.attention_tp)

@@ -65,6 +65,20 @@ def _unless_of_a_draft(
         original(runner, only_if_initialized=only_if_initialized)
 
 
+def draft_state_of(batch: Any) -> Any | None:
+    """What a draft goes on from in a decode batch of requests whose prefill has ended; None without
+    speculation.
+
+    SGLang keeps it by the requests' slots, so that the next step may be launched before it is
+    there; a batch names the slots alone.
+    """
+    if batch.spec_algorithm.is_none():
+        return None
+    from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+    return EagleDraftInput(future_indices=batch.req_pool_indices)
+
+
 def _reads(layers: tuple[int, ...]) -> Callable[..., None]:
     """A hook after SGLang has found which layers a draft reads: those are `layers`."""
 

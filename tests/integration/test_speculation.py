@@ -19,6 +19,7 @@ from tests.support.layouts import (
     CHUNK,
     RUNNING,
     Layout,
+    lanes,
     on,
     speculating,
 )
@@ -31,13 +32,20 @@ pytestmark = pytest.mark.integration
 
 STANDARD = speculating(A2F1, 3, 1, 4)
 TREE = speculating(A1F1, 3, 2, 6)
-OTHERS = (
-    *(speculating(A1F1, *shape) for shape in ((1, 1, 2), (3, 1, 4), (7, 1, 8))),
-    *(speculating(layout, 3, 1, 4) for layout in (A2F2, A1T2F1)),
-    *(speculating(layout, 3, 2, 6) for layout in (A2F2,)),
-    *(speculating(A2F2, *shape) for shape in ((1, 1, 2), (7, 1, 8))),
+BLOCKS = tuple(
+    speculating(layout, *shape)
+    for layout in (A1F1, A2F1, A2F2)
+    for shape in ((1, 1, 2), (3, 1, 4), (7, 1, 8))
+    if (layout, shape) != (A2F1, (3, 1, 4))  # the standard
 )
-
+OTHERS = (
+    *BLOCKS,
+    *(speculating(layout, 3, 1, 4) for layout in (A1T2F1,)),
+    speculating(A2F2, 3, 2, 6),
+)
+LANES = lanes(STANDARD, 2)
+TREE_LANES = lanes(TREE, 2)
+BLOCK_LANES = tuple(lanes(layout, 2) for layout in BLOCKS)
 TINY = replace(
     TREE,
     flags=(*TREE.flags, "--max-total-tokens", "280", "--schedule-conservativeness", "0.3"),
@@ -73,7 +81,7 @@ def nothing_left(world: World) -> None:
     assert wait_until(lambda: not any(used_tokens(world)), 10), used_tokens(world)
 
 
-@on(STANDARD, full=(TREE, *OTHERS))
+@on(STANDARD, LANES, full=(TREE, TREE_LANES, *OTHERS))
 def test_tokens_are_those_without_speculation(world: World, layout: Layout, expect: Expect) -> None:
     """Mixed lengths at different times, prompts in chunks; some drafts are right, some are not."""
     answers = check(world, expect, prompts(), 64)
@@ -82,7 +90,7 @@ def test_tokens_are_those_without_speculation(world: World, layout: Layout, expe
     nothing_left(world)
 
 
-@on(STANDARD, full=(TREE,))
+@on(STANDARD, LANES, full=(TREE,))
 def test_a_rank_left_idle(world: World, layout: Layout, expect: Expect) -> None:
     """All requests on the last DP rank: others take part in every step without a token."""
     last = layout.attention - 1
@@ -90,7 +98,7 @@ def test_a_rank_left_idle(world: World, layout: Layout, expect: Expect) -> None:
     assert {answer.dp_rank for answer in answers} == {last}
 
 
-@on(STANDARD, full=(TREE, *OTHERS))
+@on(STANDARD, LANES, full=(TREE, TREE_LANES, *OTHERS))
 def test_a_cached_prefix_is_the_drafts_too(world: World, expect: Expect) -> None:
     """Prompts that share a prefix reuse its KV, the draft's with it."""
     [stem] = prompts([150], seed=22)
@@ -103,7 +111,7 @@ def test_a_cached_prefix_is_the_drafts_too(world: World, expect: Expect) -> None
     nothing_left(world)
 
 
-@on(STANDARD, full=(TREE, *OTHERS))
+@on(STANDARD, LANES, full=(TREE, TREE_LANES, *OTHERS))
 def test_abort(world: World, layout: Layout, expect: Expect) -> None:
     """Requests end by name or by hanging up, in chunks too; those beside them are right."""
     victims, others = prompts([20, 20, 1500], seed=63), prompts([30, 40], seed=64)
@@ -128,7 +136,7 @@ def test_abort(world: World, layout: Layout, expect: Expect) -> None:
 
 
 @pytest.mark.full
-@on(TINY)
+@on(TINY, lanes(TINY, 2))
 def test_too_little_memory_for_all(world: World, expect: Expect) -> None:
     """Requests are taken back and done again, with their prompts drafted anew."""
     asked = prompts([12, 10, 14], seed=68)
@@ -143,7 +151,7 @@ def test_too_little_memory_for_all(world: World, expect: Expect) -> None:
 
 
 @pytest.mark.full
-@on(STANDARD, TREE)
+@on(STANDARD, TREE, LANES)
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause_and_continue(world: World, expect: Expect, mode: str) -> None:
     """Requests that are paused, and perhaps taken back, go on as if nothing had been."""
@@ -168,7 +176,7 @@ def test_ffn_ranks_hold_nothing_of_the_draft(world: World) -> None:
 
 
 @pytest.mark.full
-@on(STANDARD, TREE)
+@on(STANDARD, TREE, LANES)
 def test_sampled_and_constrained_answers(world: World, expect: Expect) -> None:
     """What is drawn at random goes through the draft too; a grammar holds for every token of it."""
     [prompt] = prompts([30], seed=71)
@@ -250,8 +258,11 @@ def test_acceptance_is_that_of_sglang_alone(
 
 
 @pytest.mark.full
-@on(STANDARD)
-def test_many_requests(world: World, expect: Expect) -> None:
-    """64 prompts of 64 tokens, more than run at once."""
+@on(STANDARD, LANES, *BLOCKS, *BLOCK_LANES)
+def test_many_requests(world: World, layout: Layout, expect: Expect) -> None:
+    """64 prompts of 64 tokens, more than run at once; each lane has its share of them."""
     lengths = [3 + 7 * i % 90 for i in range(64)]
     check(world, expect, prompts(lengths, seed=73), 64)
+    state = world.get("/server_info").json()["internal_states"][0]["afd"]
+    assert all(lane["steps"] > 10 for lane in state.get("lanes", [])), state["lanes"]
+    assert len(state.get("lanes", [])) == (2 if "--afd-lanes" in layout.flags else 0)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from sglang_afd.gate import findings
 from sglang_afd.upstream import simulated, speculation
 from tests.support.checkpoints import seeded_qwen3_moe
 from tests.support.drafts import TARGET, seeded_draft
-from tests.support.gate_facts import make_facts, refused
+from tests.support.gate_facts import GPUS, make_facts, refused
 
 pytestmark = pytest.mark.unit
 EAGLE = ("--speculative-algorithm", "EAGLE3")
@@ -33,9 +34,9 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Facts]:
     del config["eagle_config"]
     (nameless / "config.json").write_text(json.dumps(config))
 
-    def make(*flags: str, nameless: bool = False) -> Facts:
-        draft = path / ("nameless" if nameless else "draft")
-        return make_facts(path, *EAGLE, "--speculative-draft-model-path", str(draft), *flags)
+    def make(*flags: str, nameless: bool = False, **more: Any) -> Facts:
+        chosen = str(path / ("nameless" if nameless else "draft"))
+        return make_facts(path, *EAGLE, "--speculative-draft-model-path", chosen, *flags, **more)
 
     return make
 
@@ -170,3 +171,9 @@ def test_sglangs_own_simulation_is_switched_on(
         watermark_state=None,
     )
     assert seen == (2.4, mode, (verify_input, "batch"), {"watermark_state": None})
+
+
+def test_lanes_with_a_draft_are_for_cpus_as_yet(facts: Callable[..., Facts]) -> None:
+    assert refused(facts("--afd-lanes", "2"), "execution mode") == []
+    [text] = refused(facts("--afd-lanes", "2", machine=GPUS), "execution mode")
+    assert "speculation on GPUs takes one lane, not --afd-lanes 2" in text
