@@ -43,7 +43,7 @@ from sglang_afd.embedded.plain_target import AUX_LAYERS, Target
 from sglang_afd.embedded.written import LENGTH, Writer
 
 ROW = 512  # tokens of a training row
-EVALUATIONS = 12
+EVALUATIONS = 8
 TIMED_STEPS = 20  # timed after as many warm-up steps, to turn --minutes into steps
 CONTINUED = 64  # tokens that the target writes after each prompt of the acceptance estimate
 LABELS = {"training": "training", "held_out": "held-out documents"}
@@ -63,7 +63,7 @@ class Settings:
     clip: float = 1.0
     unrolled: int = 3  # steps of the draft in a row
     decay: float = 0.8  # a step's weight in the loss, of the step's before it
-    written: int = 65536  # rows that the target writes, in four parts
+    written: int = 32768  # rows that the target writes, in four parts
     words: int = 1792  # of the target's vocabulary, the most frequent ones
     intermediate_size: int = 2304
 

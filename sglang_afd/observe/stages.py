@@ -2,7 +2,9 @@
 
 A step of an A rank is attention (all that the model does outside of its experts), dispatch and
 combine; one of an F rank is receive, experts and reply.  The exchange's stages are marked as they
-begin and end; what lies between them is the role's own work.  A decode round that is replayed from
+begin and end; what lies between them is the role's own work.  With speculation an A rank's step
+verifies, and beside it the rank drafts before, then samples and lets the draft read what was
+accepted.  A decode round that is replayed from
 a CUDA graph passes no mark, so such a step has a beginning and an end alone.
 """
 
@@ -32,6 +34,12 @@ class Stage(StrEnum):
     """F: waiting for A's rows, and taking them in."""
     EXPERTS = "experts"
     REPLY = "reply"
+    DRAFT = "draft"
+    """A, before a step that verifies: the draft's steps."""
+    SAMPLE = "sample"
+    """A, after it: which tokens are accepted."""
+    DRAFT_EXTEND = "draft_extend"
+    """A, after that: the draft reads the target's hidden states of the accepted tokens."""
 
 
 EXCHANGE = (Stage.DISPATCH, Stage.COMBINE, Stage.RECEIVE, Stage.REPLY)
@@ -67,6 +75,9 @@ class StepTimes(NamedTuple):
     """Without gaps from `start` to `end`; empty if the step was replayed from a graph."""
     loads: torch.Tensor | None
     """F: [exchanges, E_local] int64 on the host, rows that each expert got; None if replayed."""
+    beside: tuple[Span, ...] = ()
+    """A, in a decode step: what the lane did outside of steps since its last one: drafts, samples
+    and extends of drafts."""
 
     def by_stage(self) -> dict[Stage, float]:
         """Seconds spent in each stage."""
@@ -145,6 +156,12 @@ class _Open(NamedTuple):
     loads: list[torch.Tensor]
 
 
+class _Beside(NamedTuple):
+    lane: int
+    stage: Stage
+    start: Any
+
+
 class _Noted:
     """A stage as it goes on; hundreds are made in a step."""
 
@@ -190,7 +207,8 @@ class StepTimer:
         self._clock: Clock | None = None
         self._listeners: tuple[Callable[[StepTimes], None], ...] = ()
         self._open: _Open | None = None
-        self._ended: deque[tuple[_Open, Any]] = deque()
+        self._ended: deque[tuple[_Open | _Beside, Any]] = deque()
+        self._beside: dict[int, list[Span]] = {}
         self._agreed = 0.0
         self._going: set[tuple[int, Path]] = set()
         self._starts: dict[tuple[int, Path], float] = {}
@@ -245,6 +263,17 @@ class StepTimer:
             return _NOT_NOTED
         return _Noted(stage, self._open.marks, self._clock)
 
+    @contextmanager
+    def beside(self, lane: int, stage: Stage) -> Iterator[None]:
+        """Time what the current stream does outside of steps for `lane`'s next decode step."""
+        clock = self._clock
+        if clock is None or not self._listeners:
+            yield
+            return
+        noted = _Beside(lane, stage, clock.mark())
+        yield
+        self._ended.append((noted, clock.mark()))
+
     def received(self, batch: RowBatch | MaskedBatch) -> None:
         """Count what each expert got; as `stage`, only in a step that is timed."""
         if self._open is not None:
@@ -256,6 +285,10 @@ class StepTimer:
     def _tell(self, clock: Clock) -> None:
         while self._ended and clock.passed(self._ended[0][1]):
             opened, end = self._ended.popleft()
+            if isinstance(opened, _Beside):
+                span = Span(opened.stage, clock.seconds(opened.start), clock.seconds(end))
+                self._beside.setdefault(opened.lane, []).append(span)
+                continue
             times = self._times(opened, end, clock)
             for listener in self._listeners:
                 listener(times)
@@ -284,6 +317,7 @@ class StepTimer:
             begun - before if opened.follows and before is not None else None,
             tuple(spans),
             torch.stack(opened.loads).cpu() if opened.loads else None,
+            tuple(self._beside.pop(key[0], ())) if opened.path is Path.DECODE else (),
         )
 
 

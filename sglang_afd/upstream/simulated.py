@@ -33,16 +33,18 @@ def _drawn(seed: int) -> Callable[[float, str, int], int]:
 def _accepting(mean: float) -> Callable[..., Any]:
     """A verify step that accepts as many tokens as `mean` says."""
 
-    def sample(original: Callable[..., Any], verify_input: Any, *args: Any, **kwargs: Any) -> Any:
+    def verify(
+        original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         from sglang.srt.speculative import spec_utils
 
         # SGLang reads these in every call, and sets them from its environment when it is imported
         spec_utils.SIMULATE_ACC_LEN = mean
-        if verify_input.tree_topk == 1:  # the draft's tokens: experts get rows as in real text
+        if worker.topk == 1:  # the draft's tokens: experts get rows as in real text
             spec_utils.SIMULATE_ACC_TOKEN_MODE = _TOKENS
-        return original(verify_input, *args, **kwargs)
+        return original(worker, batch, *args, **kwargs)
 
-    return sample
+    return verify
 
 
 def hooks(config: AfdConfig) -> tuple[Hook, ...]:
@@ -57,7 +59,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             "draws with a seed of their own",
         ),
         Hook(
-            "sglang.srt.speculative.eagle_utils.eagle_sample",
+            "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.verify",
             Kind.AROUND,
             _accepting(config.spec_sim_accept),
             "the mean is a flag's of one deployment, not an environment variable's",

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from sglang_afd.config import AfdConfig
+from sglang_afd.context import current
+from sglang_afd.observe.stages import Stage
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.roles import on_ffn
 
@@ -65,6 +67,19 @@ def _unless_of_a_draft(
         original(runner, only_if_initialized=only_if_initialized)
 
 
+def _timed(stage: Stage) -> Callable[..., Any]:
+    """A hook around a function whose second argument is the batch: a stage of its verify step."""
+
+    def run(original: Callable[..., Any], owner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch.forward_mode.is_idle():
+            return original(owner, batch, *args, **kwargs)
+        context = current()
+        with context.timer.beside(context.lane, stage):
+            return original(owner, batch, *args, **kwargs)
+
+    return run
+
+
 def draft_state_of(batch: Any) -> Any | None:
     """What a draft goes on from in a decode batch of requests whose prefill has ended; None without
     speculation.
@@ -103,7 +118,17 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     return (*HOOKS, chosen)
 
 
+_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
+
 HOOKS = (
+    *(
+        Hook(target, Kind.AROUND, _timed(stage), "the parts of a verify step are in the metrics")
+        for target, stage in (
+            (f"{_WORKER}.draft", Stage.DRAFT),
+            (f"{_WORKER}._draft_extend_for_decode", Stage.DRAFT_EXTEND),
+            ("sglang.srt.speculative.eagle_utils.eagle_sample", Stage.SAMPLE),
+        )
+    ),
     Hook(
         "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
         Kind.AROUND,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,6 +45,12 @@ OTHERS = (
     speculating(A2F2, 3, 2, 6),
 )
 LANES = lanes(STANDARD, 2)
+MEAN = 2.4
+SIMULATED = replace(
+    STANDARD,
+    flags=(*STANDARD.flags, "--afd-spec-sim-accept", str(MEAN), "--afd-emulation-is-not-the-model"),
+    note="simulated",
+)
 TREE_LANES = lanes(TREE, 2)
 BLOCK_LANES = tuple(lanes(layout, 2) for layout in BLOCKS)
 TINY = replace(
@@ -173,6 +180,35 @@ def test_ffn_ranks_hold_nothing_of_the_draft(world: World) -> None:
         assert (rank["draft_bytes"] > 0) is (rank["draft_kv_bytes"] > 0) is attention, rank
         if attention:  # one layer of as many heads as each of the target's four
             assert rank["draft_kv_bytes"] * 4 == rank["kv_bytes"]
+
+
+@on(STANDARD)
+def test_metrics_tell_the_parts_of_a_verify_step(world: World, expect: Expect) -> None:
+    check(world, expect, prompts([20, 30], seed=76), 24)
+    text = world.get("/metrics").text
+    told = {
+        (role, stage): float(seconds)
+        for labels, seconds in re.findall(r"afd_stage_seconds_total\{(.*)\} ([\d.e-]+)", text)
+        for role in re.findall(r'role="(\w+)"', labels)
+        for stage in re.findall(r'stage="(\w+)"', labels)
+        if 'path="decode"' in labels
+    }
+    parts = {"draft", "sample", "draft_extend"}
+    for stage in (*parts, "attention", "dispatch", "combine"):
+        assert told["attention", stage] > 0, told
+    assert told["ffn", "experts"] > 0 and not parts & {s for role, s in told if role == "ffn"}
+
+
+@pytest.mark.full
+@on(SIMULATED)
+def test_acceptance_can_be_simulated(world: World) -> None:
+    """Steps give the mean, in wrong tokens, and the server says so."""
+    asked = prompts([12] * 6, seed=77)
+    answers = send(world, asked, 80)
+    assert acceptance(answers) == pytest.approx(MEAN, abs=0.2)
+    state = world.get("/server_info").json()["internal_states"][0]["afd"]
+    assert state["simulated_acceptance"] == MEAN
+    nothing_left(world)
 
 
 @pytest.mark.full

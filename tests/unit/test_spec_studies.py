@@ -166,11 +166,11 @@ def test_sglangs_own_simulation_is_switched_on(
             args,
             kwargs,
         ),
-        verify_input := SimpleNamespace(tree_topk=topk),
+        worker := SimpleNamespace(topk=topk),
         "batch",
         watermark_state=None,
     )
-    assert seen == (2.4, mode, (verify_input, "batch"), {"watermark_state": None})
+    assert seen == (2.4, mode, (worker, "batch"), {"watermark_state": None})
 
 
 def test_lanes_with_a_draft_are_for_cpus_as_yet(facts: Callable[..., Facts]) -> None:
