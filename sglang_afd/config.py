@@ -62,6 +62,13 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     as there are."""
     emulated_ffn_ranks: int | None = None
     """N: likewise for FFN DP ranks."""
+    spec_aux_layers: tuple[int, ...] = ()
+    """The target's layers, from 0, whose outputs a draft reads that does not name them; empty:
+    SGLang's choice."""
+    spec_sim_accept: float | None = None
+    """Mean tokens of a verify step, whatever the draft gets right; None: what it gets right."""
+    spec_sim_seed: int = 0
+    """Of the draws that the mean is made of."""
     command_role: Role | None = None
     """The role this command starts (two-command deployments); None: both."""
 

@@ -24,8 +24,9 @@ def Engine(**arguments: Any) -> Any:
             ``afd_prefill_block``, ``afd_lanes``, ``afd_expert_replicas``,
             ``afd_expert_placement``, ``afd_startup_timeout``, ``afd_exchange_timeout``,
             ``afd_emulate_attention_ranks``, ``afd_emulate_ffn_ranks``,
-            ``afd_emulation_is_not_the_model``, ``afd_role``, ``afd_validation``.  ``afd_nsys``,
-            ``afd_restart`` and ``afd_restart_requests`` are for servers alone.
+            ``afd_emulation_is_not_the_model``, ``afd_spec_aux_layers``, ``afd_spec_sim_accept``,
+            ``afd_spec_sim_seed``, ``afd_role``, ``afd_validation``.  ``afd_nsys``, ``afd_restart``
+            and ``afd_restart_requests`` are for servers alone.
             ``python -m sglang_afd.launch_server --help`` explains them.  Without `model_path` it
             runs the embedded model.
 

@@ -22,6 +22,7 @@ the attention command serves, on the same host maybe."""
 NOT_THE_MODEL = "--afd-emulation-is-not-the-model"
 VALIDATION = "--afd-validation"
 NSYS, NSYS_PROGRAM = "--afd-nsys", "nsys"
+SIM_ACCEPT, SIM_SEED = "--afd-spec-sim-accept", "--afd-spec-sim-seed"
 SWITCHES = (NOT_THE_MODEL,)
 """Our flags that take no value."""
 OWNED: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -162,8 +163,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         NOT_THE_MODEL,
         action="store_true",
-        help="must be given with the two flags above: says that the answers are not the model's",
+        help="must be given with the two flags above, and with --afd-spec-sim-accept: says that "
+        "the answers are not the model's",
     )
+    _add_speculation_flags(group)
     group.add_argument(
         VALIDATION,
         default="",
@@ -191,6 +194,29 @@ def add_nsys_flag(parser: argparse._ActionsContainer) -> None:
         metavar="DIR",
         help="run each role under NVIDIA's Nsight Systems, which must be installed, and write its "
         "reports there; profiles with the activity CUDA_PROFILER are recorded",
+    )
+
+
+def _add_speculation_flags(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--afd-spec-aux-layers",
+        metavar="I,J,K",
+        help="layers of the target, from 0, whose outputs the EAGLE-3 draft reads, where the "
+        "draft's config.json does not name them; must be those that it was trained on (default: "
+        "what config.json names, else SGLang's choice)",
+    )
+    group.add_argument(
+        SIM_ACCEPT,
+        type=float,
+        metavar="L",
+        help="for studies of speed: verify steps give L tokens on average, the bonus token "
+        "included, whatever the draft gets right",
+    )
+    group.add_argument(
+        SIM_SEED,
+        type=int,
+        metavar="S",
+        help="seed of the draws of --afd-spec-sim-accept (default: 0)",
     )
 
 
@@ -287,6 +313,9 @@ def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Comma
         exchange_timeout=known.afd_exchange_timeout,
         emulated_attention_ranks=known.afd_emulate_attention_ranks,
         emulated_ffn_ranks=known.afd_emulate_ffn_ranks,
+        spec_aux_layers=_layers(known.afd_spec_aux_layers),
+        spec_sim_accept=known.afd_spec_sim_accept,
+        spec_sim_seed=known.afd_spec_sim_seed or 0,
         command_role=Role(known.afd_role) if known.afd_role else None,
     )
     _check_marked(config, known)
@@ -301,6 +330,19 @@ def _rows(known: argparse.Namespace, args: Sequence[str]) -> int:
         return known.afd_max_tokens_per_rank
     needed = rows_needed(args, known.afd_attention_ranks, known.afd_attention_tp)
     return min(MOST_ROWS, max(DEFAULT_ROWS, -(-needed // 4) * 4))
+
+
+def _layers(text: str | None) -> tuple[int, ...]:
+    """What --afd-spec-aux-layers names; the gate says whether a draft can read them."""
+    if text is None:
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--afd-spec-aux-layers is {text!r}; it must be layers' numbers with commas between, "
+            f"such as 1,23,44"
+        ) from None
 
 
 def placement(config: AfdConfig, args: Sequence[str], gpus: int) -> list[str]:
@@ -328,15 +370,19 @@ def placement(config: AfdConfig, args: Sequence[str], gpus: int) -> list[str]:
 def _check_marked(config: AfdConfig, known: argparse.Namespace) -> None:
     """Nobody emulates ranks by accident."""
     marked = known.afd_emulation_is_not_the_model
-    if marked and not config.emulation.active:
+    simulated = config.spec_sim_accept is not None
+    if known.afd_spec_sim_seed is not None and not simulated:
+        raise ConfigError(f"{SIM_SEED} does nothing without {SIM_ACCEPT}; leave it out")
+    if marked and not config.emulation.active and not simulated:
         raise ConfigError(
             f"{NOT_THE_MODEL} is given, but nothing is emulated; leave it out, or give "
-            f"--afd-emulate-attention-ranks or --afd-emulate-ffn-ranks"
+            f"--afd-emulate-attention-ranks, --afd-emulate-ffn-ranks or {SIM_ACCEPT}"
         )
-    if config.emulation.active and not marked:
+    if (config.emulation.active or simulated) and not marked:
         name = "attention" if config.emulated_attention_ranks is not None else "ffn"
+        flag = SIM_ACCEPT if simulated else f"--afd-emulate-{name}-ranks"
         raise ConfigError(
-            f"--afd-emulate-{name}-ranks makes answers that are not the model's; say that this is "
+            f"{flag} makes answers that are not the model's; say that this is "
             f"wanted with {NOT_THE_MODEL}, or leave it out"
         )
 

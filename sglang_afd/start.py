@@ -94,6 +94,12 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
         )
         if facts.config.emulation.active:
             print(f"{program}: EMULATED: {facts.config.emulation.described()}", flush=True)
+        if facts.config.spec_sim_accept is not None:
+            print(
+                f"{program}: SIMULATED: verify steps give {facts.config.spec_sim_accept:g} tokens "
+                f"on average; answers are not the model's",
+                flush=True,
+            )
     if command.config is not None and not on_cpu:
         # Compiling for every number of rows, used or not, takes longer than a start may.
         os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")

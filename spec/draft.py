@@ -31,6 +31,8 @@ _OPTIONAL = "embed_tokens.weight"
 """Some exports have it; the target's is used."""
 _UNSERVED = ("fc_norm", "use_aux_norm", "norm_before_fc", "norm_output", "bias", "attention_bias")
 _AUX = "eagle_aux_hidden_state_layer_ids"
+_DEFAULT_COUNT = 3
+CHOSEN = "--afd-spec-aux-layers"
 _ANOTHER = "give --speculative-draft-model-path a draft that was trained for this target"
 _WHOLE = "give --speculative-draft-model-path a complete checkpoint of the draft"
 
@@ -43,8 +45,13 @@ class Target(NamedTuple):
     num_layers: int
 
 
-def refusals(path: str, target: Target, attention_tp: int) -> Iterator[Refusal]:
-    """What is wrong with the draft checkpoint in the directory `path`."""
+def refusals(
+    path: str, target: Target, attention_tp: int, chosen: Sequence[int] = ()
+) -> Iterator[Refusal]:
+    """What is wrong with the draft checkpoint in the directory `path`.
+
+    chosen: the layers that it is to read (--afd-spec-aux-layers); empty: not said.
+    """
     directory = Path(path)
     if not directory.is_dir():
         yield Refusal(
@@ -58,20 +65,25 @@ def refusals(path: str, target: Target, attention_tp: int) -> Iterator[Refusal]:
     except ValueError as error:
         yield Refusal(f"the draft's config.json: {error}", _WHOLE)
         return
-    wrong = list(_wrong_config(config, target, attention_tp))
+    wrong = list(_wrong_config(config, target, attention_tp, chosen))
     yield from wrong
     if not wrong:
-        yield from _wrong_tensors(directory, config, target)
+        yield from _wrong_tensors(directory, config, target, chosen)
 
 
-def aux_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def aux_layers(
+    config: Mapping[str, Any], num_layers: int, chosen: Sequence[int] = ()
+) -> tuple[int, ...]:
     """The target's layers, from 0, whose outputs the draft reads.
 
-    Those that its config.json names, or SGLang's own choice, which names layers by their inputs.
+    Those that its config.json names, else those that are `chosen`, else SGLang's own choice, which
+    names layers by their inputs.
     """
     named = (config.get("eagle_config") or {}).get(_AUX)
     if named is not None:
         return tuple(named)
+    if chosen:
+        return tuple(chosen)
     return tuple(layer - 1 for layer in (2, num_layers // 2, num_layers - 3))
 
 
@@ -92,7 +104,9 @@ def _config(file: Path) -> dict[str, Any]:
     return found
 
 
-def _wrong_config(config: Mapping[str, Any], target: Target, tp: int) -> Iterator[Refusal]:
+def _wrong_config(
+    config: Mapping[str, Any], target: Target, tp: int, chosen: Sequence[int]
+) -> Iterator[Refusal]:
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture != ARCHITECTURE:
         yield Refusal(
@@ -115,7 +129,7 @@ def _wrong_config(config: Mapping[str, Any], target: Target, tp: int) -> Iterato
             )
     if config.get("tie_word_embeddings"):
         yield Refusal("the draft has no lm_head of its own (tie_word_embeddings)", _ANOTHER)
-    yield from _wrong_layers(config, target)
+    yield from _wrong_layers(config, target, chosen)
 
 
 def _wrong_sizes(fields: Fields, target: Target, tp: int) -> Iterator[Refusal]:
@@ -137,7 +151,9 @@ def _wrong_sizes(fields: Fields, target: Target, tp: int) -> Iterator[Refusal]:
         )
 
 
-def _wrong_layers(config: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+def _wrong_layers(
+    config: Mapping[str, Any], target: Target, chosen: Sequence[int]
+) -> Iterator[Refusal]:
     named = config.get("eagle_config") or {}
     if not named.get("use_aux_hidden_state", True):
         yield Refusal(
@@ -145,18 +161,30 @@ def _wrong_layers(config: Mapping[str, Any], target: Target) -> Iterator[Refusal
             "use a draft that reads three layers",
         )
         return
-    layers = aux_layers(config, target.num_layers)
+    layers = aux_layers(config, target.num_layers, chosen)
+    if chosen and tuple(chosen) != layers:
+        yield Refusal(
+            f"{CHOSEN} {','.join(map(str, chosen))} are not the layers that the draft was trained "
+            f"on, which its config.json names: {','.join(map(str, layers))} (by their outputs, "
+            f"from 0)",
+            f"leave {CHOSEN} out",
+        )
+        return
     last = target.num_layers - 2  # that of the last layer leaves the model without being captured
     ascending = all(a < b for a, b in pairwise(layers))
     if not layers or not ascending or layers[0] < 0 or layers[-1] > last:
-        whose = f"names ({_AUX})" if _AUX in named else "leaves to SGLang's choice"
+        whose = f"its config.json names ({_AUX})"
+        if _AUX not in named:
+            whose = f"{CHOSEN} names" if chosen else "its config.json leaves to SGLang's choice"
         yield Refusal(
-            f"the layers that the draft reads, which its config.json {whose}, are "
+            f"the layers that the draft reads, which {whose}, are "
             f"{', '.join(map(str, layers))} of the target's {target.num_layers}; they must be of 0 "
             f"to {last}, ascending",
             _ANOTHER,
         )
     counted = config.get("num_aux_hidden_states")
+    if counted is None and _AUX not in named:
+        counted = _DEFAULT_COUNT  # that SGLang's draft takes where its config.json says nothing
     if counted not in (None, len(layers)):
         yield Refusal(
             f"the draft's num_aux_hidden_states is {counted}, but it reads {len(layers)} layers",
@@ -182,7 +210,9 @@ def _tensors(fields: Fields, target: Target, aux: int) -> Tensors:
     yield from feed_forward(f"{_LAYER}.mlp", hidden, fields.intermediate_size)
 
 
-def _wrong_tensors(directory: Path, config: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+def _wrong_tensors(
+    directory: Path, config: Mapping[str, Any], target: Target, chosen: Sequence[int]
+) -> Iterator[Refusal]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         yield Refusal(f"{directory} has no .safetensors file", _WHOLE)
@@ -193,7 +223,7 @@ def _wrong_tensors(directory: Path, config: Mapping[str, Any], target: Target) -
         yield Refusal.of(error)
         return
     found = {_spelt(name): tensor for name, tensor in stored.items()}
-    aux = len(aux_layers(config, target.num_layers))
+    aux = len(aux_layers(config, target.num_layers, chosen))
     expected = dict(_tensors(Fields(config), target, aux))
     wrong = list(_differences(found, expected))
     yield from wrong
@@ -265,9 +295,9 @@ def stored_bytes(path: str) -> int:
     return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
 
 
-def describe(config: Mapping[str, Any], num_layers: int) -> str:
+def describe(config: Mapping[str, Any], num_layers: int, chosen: Sequence[int] = ()) -> str:
     """A draft in a few words, for the gate's summary."""
-    layers: Sequence[int] = aux_layers(config, num_layers)
+    layers = aux_layers(config, num_layers, chosen)
     return (
         f"a draft of {config['draft_vocab_size']} words that reads layers "
         f"{', '.join(map(str, layers))}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sglang_afd.command_line import last_value, values
 from sglang_afd.facts import Facts, Refusal
+from sglang_afd.flags import SIM_ACCEPT
 from sglang_afd.observe.holdings import size
 from sglang_afd.spec import draft
 from sglang_afd.speculation import (
@@ -37,15 +38,28 @@ def execution_refusals(facts: Facts) -> Iterator[Refusal]:
                 f"a draft's flags do nothing without {ALGORITHM} {SERVED}",
                 f"add {ALGORITHM} {SERVED}, or leave them out",
             )
+        for flag, given in (
+            (draft.CHOSEN, facts.config.spec_aux_layers),
+            (SIM_ACCEPT, facts.config.spec_sim_accept is not None),
+        ):
+            if given:
+                yield Refusal(f"{flag} does nothing without {ALGORITHM} {SERVED}", "leave it out")
         return
     wrong = _wrong_shape(facts, speculation)
     if wrong is not None:
         yield wrong
         return
-    if facts.config.lanes > 1:
+    simulated = facts.config.spec_sim_accept
+    if simulated is not None and not 1 <= simulated <= speculation.steps + 1:
         yield Refusal(
-            f"speculation takes one lane, not --afd-lanes {facts.config.lanes}: a request that "
-            f"joins a lane would leave the draft's state behind",
+            f"{SIM_ACCEPT} is {simulated:g}; a verify step of {speculation.steps} draft steps "
+            f"gives 1 to {speculation.steps + 1} tokens",
+            "choose a mean between",
+        )
+    if facts.config.lanes > 1 and not facts.on_cpu:
+        yield Refusal(
+            f"speculation on GPUs takes one lane, not --afd-lanes {facts.config.lanes}: a draft's "
+            f"graphs and buffers are not kept apart by lane",
             "use --afd-lanes 1",
         )
     rows = rows_needed(facts.args, facts.config.attention_ranks, facts.config.attention_tp)
@@ -76,7 +90,12 @@ def model_refusals(facts: Facts) -> Iterator[Refusal]:
             f"{ALGORITHM} {SERVED} needs a draft", f"give {DRAFT[0]} the directory of one"
         )
     else:
-        yield from draft.refusals(speculation.draft, target_of(facts), facts.config.attention_tp)
+        yield from draft.refusals(
+            speculation.draft,
+            target_of(facts),
+            facts.config.attention_tp,
+            facts.config.spec_aux_layers,
+        )
 
 
 def summary(facts: Facts) -> str:
@@ -85,7 +104,11 @@ def summary(facts: Facts) -> str:
     if speculation is None:
         return ""
     config = draft.read_config(speculation.draft)
-    described = draft.describe(config, target_of(facts).num_layers)
+    layers = target_of(facts).num_layers
+    described = draft.describe(config, layers, facts.config.spec_aux_layers)
+    simulated = facts.config.spec_sim_accept
+    if simulated is not None:
+        described += f"; {simulated:g} tokens a step SIMULATED, answers are NOT the model's"
     elements = draft.kv_elements(config, facts.config.attention_tp)
     kv = elements * (4 if row_dtype(facts) == "float32" else 2)
     return (

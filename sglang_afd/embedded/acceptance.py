@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
+from sglang_afd.embedded.conversations import answer
 from sglang_afd.embedded.corpus import Document
 from sglang_afd.embedded.draft_model import Draft
 from sglang_afd.embedded.plain_target import Target
@@ -16,6 +17,11 @@ from sglang_afd.embedded.plain_target import Target
 PROMPT = 48  # tokens of each prompt
 PROMPTS = 64
 STEPS = 3  # the standard setting: 3 steps, topk 1, 4 tokens to verify
+_WORDINGS = (
+    "Could you tell me what {s} is for?",
+    "I would like to know more about {s}.",
+    "Give me an explanation of {s}, please.",
+)
 _STOPS = (0, 2)  # end of text, end of turn
 
 
@@ -45,6 +51,24 @@ def prompts_of(documents: Sequence[Document], tokenizer: Tokenizer, seed: int) -
         ids = draw.choice(encoded)
         start = draw.randint(0, len(ids) - 2 * PROMPT)
         found.append(ids[start : start + PROMPT])
+    return torch.tensor(found)
+
+
+def questions_of(documents: Sequence[Document], tokenizer: Tokenizer, seed: int) -> torch.Tensor:
+    """Questions about documents in wordings that nothing was trained on, up to where the assistant
+    begins to answer: :data:`PROMPTS` of :data:`PROMPT` tokens, which begin in the answer before."""
+    draw = random.Random(seed)
+    found: list[list[int]] = []
+    while len(found) < PROMPTS:
+        before, about = draw.sample(documents, 2)
+        asked = draw.choice(_WORDINGS).format(s=about.name)
+        text = (
+            f"{answer(before)}<|im_end|>\n<|im_start|>user\n{asked}<|im_end|>\n"
+            f"<|im_start|>assistant\n"
+        )
+        ids = tokenizer.encode(text).ids
+        if len(ids) >= PROMPT:
+            found.append(ids[-PROMPT:])
     return torch.tensor(found)
 
 

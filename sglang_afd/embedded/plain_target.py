@@ -36,6 +36,9 @@ def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch
     return (x * cosines + torch.cat([-two, one], dim=-1) * sines).to(x.dtype)
 
 
+_Cache = dict[str, tuple[torch.Tensor, torch.Tensor]]  # layer -> keys and values so far
+
+
 class Target:
     """The checkpoint in `directory`, fp32, never trained."""
 
@@ -59,27 +62,54 @@ class Target:
     def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits ``[B, T, vocabulary]`` and, side by side, the outputs of :data:`AUX_LAYERS`,
         ``[B, T, 3 * hidden]``, of the rows of token ids ``[B, T]``."""
+        x, outputs = self._layers(ids, {})
+        features = torch.cat([outputs[layer] for layer in AUX_LAYERS], dim=-1)
+        return F.linear(x, self.lm_head).float(), features.float()
+
+    @torch.no_grad()
+    def write(
+        self, prompts: torch.Tensor, tokens: int, temperatures: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Go on from `prompts`, ``[B, P]``: returns ``[B, P + tokens]``.
+
+        temperatures: ``[B, 1]``, that each row's tokens are drawn at; None: the most probable ones.
+        """
+        cache: _Cache = {}
+        ids = new = prompts
+        for _ in range(tokens):
+            x, _ = self._layers(new, cache, before=ids.shape[1] - new.shape[1])
+            logits = F.linear(x[:, -1], self.lm_head).float()
+            if temperatures is None:
+                new = logits.argmax(-1, keepdim=True)
+            else:
+                new = (logits / temperatures).softmax(-1).multinomial(1)
+            ids = torch.cat([ids, new], dim=1)
+        return ids
+
+    def _layers(
+        self, ids: torch.Tensor, cache: _Cache, before: int = 0
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The last hidden states, normed, and every layer's output, of tokens that come after the
+        `before` ones whose keys and values `cache` holds; theirs are put there."""
         config = self.config
         x = F.embedding(ids, self.embedding)
-        positions = torch.arange(ids.shape[1], device=ids.device)
+        positions = torch.arange(before, before + ids.shape[1], device=ids.device)
         turn = rotary(positions, config["head_dim"], config["rope_theta"])
         outputs = []
         for layer in range(config["num_hidden_layers"]):
             name = f"model.layers.{layer}"
-            x = x + self._attention(
-                f"{name}.self_attn", self._norm(f"{name}.input_layernorm", x), turn
-            )
+            normed = self._norm(f"{name}.input_layernorm", x)
+            x = x + self._attention(f"{name}.self_attn", normed, turn, cache)
             normed = self._norm(f"{name}.post_attention_layernorm", x)
             x = x + self._mixture(layer, normed.flatten(0, 1)).view_as(x)
             outputs.append(x)
-        logits = F.linear(self._norm("model.norm", x), self.lm_head)
-        return logits.float(), torch.cat([outputs[layer] for layer in AUX_LAYERS], dim=-1).float()
+        return self._norm("model.norm", x), outputs
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self._tensors[f"{name}.weight"], self.config["rms_norm_eps"])
 
     def _attention(
-        self, name: str, x: torch.Tensor, turn: tuple[torch.Tensor, ...]
+        self, name: str, x: torch.Tensor, turn: tuple[torch.Tensor, ...], cache: _Cache
     ) -> torch.Tensor:
         head = self.config["head_dim"]
 
@@ -89,9 +119,13 @@ class Target:
 
         query = rotate(self._norm(f"{name}.q_norm", heads("q")), *turn)
         key = rotate(self._norm(f"{name}.k_norm", heads("k")), *turn)
-        value = heads("v")
-        out = F.scaled_dot_product_attention(
-            query, key.to(query.dtype), value.to(query.dtype), is_causal=True, enable_gqa=True
+        value = heads("v").to(key.dtype)
+        if name in cache:
+            key, value = (torch.cat(pair, dim=2) for pair in zip(cache[name], (key, value)))
+        first = name not in cache
+        cache[name] = key, value
+        out = F.scaled_dot_product_attention(  # tokens come one by one after the first ones
+            query, key.to(query.dtype), value.to(query.dtype), is_causal=first, enable_gqa=True
         )
         joined = out.transpose(1, 2).flatten(2)
         return F.linear(joined, self._tensors[f"{name}.o_proj.weight"])
@@ -116,10 +150,3 @@ class Target:
         inner = F.silu(F.linear(x, gate)) * F.linear(x, up)
         weighted = inner.unflatten(-1, (len(all_weights[0]), -1)) * all_weights.unsqueeze(-1)
         return F.linear(weighted.flatten(1).to(inner.dtype), down)
-
-    def greedy(self, prompts: torch.Tensor, tokens: int) -> torch.Tensor:
-        """`prompts` ``[B, P]`` with the greedy continuation, ``[B, P + tokens]``."""
-        ids = prompts
-        for _ in range(tokens):
-            ids = torch.cat([ids, self(ids)[0][:, -1].argmax(-1, keepdim=True)], dim=1)
-        return ids

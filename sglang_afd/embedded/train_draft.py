@@ -6,8 +6,9 @@
     python -m sglang_afd.embedded.train_draft --plot DIR               # draws loss_curve.json
 
 The draft is trained as it is used ("training-time test"): unrolled over several steps, each reading
-what the one before made, against the target's own distribution of the same text.  Part of the
-target's documents, drawn by the seed, is held out: the draft never sees them.
+what the one before made, against the target's own distribution of the same text.  Half of the text
+is the target's documents, half is what the target writes itself (`written`).  The documents that
+are held out from the target are held out from the draft too.
 
 Writes ``DIR/draft`` (the checkpoint, bf16), ``DIR/loss_curve.json`` (with what made the run and the
 estimate of the acceptance length) and ``DIR/held_out.json`` (the prompts of that estimate).  Needs
@@ -20,10 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,17 @@ from torch import nn
 
 from sglang_afd import embedded
 from sglang_afd.embedded import corpus
-from sglang_afd.embedded.acceptance import Estimate, estimate, prompts_of
+from sglang_afd.embedded.acceptance import Estimate, estimate, prompts_of, questions_of
 from sglang_afd.embedded.batches import IGNORED, Rows, fixed_windows
 from sglang_afd.embedded.curve import learning_rate, plot
 from sglang_afd.embedded.draft_model import Draft
 from sglang_afd.embedded.plain_target import AUX_LAYERS, Target
+from sglang_afd.embedded.written import LENGTH, Writer
 
 ROW = 512  # tokens of a training row
-EVALUATIONS = 12
+EVALUATIONS = 8
 TIMED_STEPS = 20  # timed after as many warm-up steps, to turn --minutes into steps
+CONTINUED = 64  # tokens that the target writes after each prompt of the acceptance estimate
 LABELS = {"training": "training", "held_out": "held-out documents"}
 
 
@@ -59,11 +61,11 @@ class Settings:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
-    unrolled: int = 4  # steps of the draft in a row
+    unrolled: int = 3  # steps of the draft in a row
     decay: float = 0.8  # a step's weight in the loss, of the step's before it
-    held_out: float = 0.1  # share of the documents
+    written: int = 32768  # rows that the target writes, in four parts
     words: int = 1792  # of the target's vocabulary, the most frequent ones
-    intermediate_size: int = 2048
+    intermediate_size: int = 2304
 
 
 def draft_config(target: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -93,20 +95,6 @@ def draft_config(target: dict[str, Any], settings: Settings) -> dict[str, Any]:
             "use_aux_hidden_state": True,
         },
     }
-
-
-def split(documents: Sequence[corpus.Document], settings: Settings) -> list[corpus.Document]:
-    """The documents that the target knows, a part of them held out, of each kind the same share.
-
-    Those held out from the target too are left away: it does not know them.
-    """
-    draw = random.Random(settings.seed)
-    known = [d for d in documents if not d.held_out]
-    chosen: set[int] = set()
-    for kind in ("topic", "docstring"):
-        of_kind = [i for i, d in enumerate(known) if d.kind == kind]
-        chosen.update(draw.sample(of_kind, max(1, round(settings.held_out * len(of_kind)))))
-    return [replace(d, held_out=i in chosen) for i, d in enumerate(known)]
 
 
 def frequent_words(
@@ -174,6 +162,10 @@ class Training:
         self.draft, self.target, self.settings = draft, target, settings
         self.curve: list[dict[str, float]] = []
         self._rows = Rows(documents, tokenizer, settings.seed)
+        known = [d for d in documents if not d.held_out]
+        self._writer = Writer(target, known, tokenizer, settings.seed)
+        self._written: list[torch.Tensor] = []
+        self._taken = 0
         held_out, _ = fixed_windows([d for d in documents if d.held_out], tokenizer, ROW)
         self._held_out = held_out[:8].to(target.embedding.device)
         matrices = [p for p in draft.parameters() if p.ndim >= 2]
@@ -187,14 +179,27 @@ class Training:
             groups, lr=settings.peak_lr, betas=settings.betas, fused=on_gpu
         )
 
-    def step(self, rate: float) -> torch.Tensor:
-        """One optimiser step; returns its loss, on the device."""
+    def write(self, parts: int) -> None:
+        """Let the target write this many quarters of its rows."""
+        for _ in range(parts):
+            self._written += self._writer.rows(self.settings.written // 4).split(
+                max(1, self.settings.tokens_per_step // LENGTH)
+            )
+
+    def step(self, rate: float, *, written: bool) -> torch.Tensor:
+        """One optimiser step, on what the target writes or on documents; returns its loss, on the
+        device."""
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        length = min(ROW, self.settings.tokens_per_step)
-        inputs, targets = self._rows.batch(self.settings.tokens_per_step // length, length)
         device = self.target.embedding.device
-        ids, counted = inputs.to(device), (targets != IGNORED).to(device)
+        if written:
+            ids = self._written[self._taken % len(self._written)]
+            counted = torch.ones_like(ids, dtype=torch.bool)
+            self._taken += 1
+        else:
+            length = min(ROW, self.settings.tokens_per_step)
+            inputs, targets = self._rows.batch(self.settings.tokens_per_step // length, length)
+            ids, counted = inputs.to(device), (targets != IGNORED).to(device)
         losses = loss_of(self.draft, self.target, ids, counted, self.settings)
         loss = weighted(losses, self.settings)
         loss.backward()
@@ -217,7 +222,7 @@ class Training:
                 peak=settings.peak_lr,
                 final=settings.final_lr,
             )
-            recent.append(self.step(rate))
+            recent.append(self.step(rate, written=step % 2 == 0))
             if step % every and step < steps:
                 continue
             point = {"step": step, "training": torch.stack(recent).mean().item()}
@@ -238,11 +243,12 @@ class Training:
 
 def steps_within(minutes: float, training: Training) -> int:
     """How many steps fit in `minutes`, by timing a training that is thrown away."""
-    for _ in range(TIMED_STEPS):
-        training.step(1e-4).item()
+    training.write(1)
+    for i in range(TIMED_STEPS):
+        training.step(1e-4, written=i % 2 == 0).item()
     began = time.monotonic()
-    for _ in range(TIMED_STEPS):
-        training.step(1e-4).item()
+    for i in range(TIMED_STEPS):
+        training.step(1e-4, written=i % 2 == 0).item()
     return max(1, int(60 * minutes * TIMED_STEPS / (time.monotonic() - began)))
 
 
@@ -283,6 +289,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=Settings.tokens_per_step,
         help="tokens of one optimiser step (default: %(default)s)",
     )
+    parser.add_argument(
+        "--written",
+        type=int,
+        default=Settings.written,
+        help=f"rows of {LENGTH} tokens that the target writes (default: %(default)s)",
+    )
     return parser.parse_args(argv)
 
 
@@ -293,17 +305,19 @@ def main(argv: list[str] | None = None) -> None:
         record = json.loads((args.plot / "loss_curve.json").read_text())
         plot(record["curve"], args.plot / "loss_curve.png", LABELS)
         return
-    settings = Settings(seed=args.seed, tokens_per_step=args.tokens_per_step)
-    text = corpus.loads(args.corpus.read_bytes()) if args.corpus else corpus.build()
-    documents = split(text, settings)
+    settings = Settings(seed=args.seed, tokens_per_step=args.tokens_per_step, written=args.written)
+    documents = corpus.loads(args.corpus.read_bytes()) if args.corpus else corpus.build()
     target = Target(embedded.path(), args.device)
     tokenizer = Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
     words = frequent_words(documents, tokenizer, settings.words).to(args.device)
+    known = [d for d in documents if not d.held_out]
+    unknown = [d for d in documents if d.held_out]
     prompts = {
-        name: prompts_of([d for d in documents if d.held_out is held], tokenizer, settings.seed)
-        for name, held in (("held out", True), ("trained on", False))
+        "held-out documents": prompts_of(unknown, tokenizer, settings.seed),
+        "held-out wordings": questions_of(known, tokenizer, settings.seed),
+        "documents": prompts_of(known, tokenizer, settings.seed),
     }
-    greedy = {name: target.greedy(ids.to(args.device), 64) for name, ids in prompts.items()}
+    greedy = {name: target.write(ids.to(args.device), CONTINUED) for name, ids in prompts.items()}
 
     def training() -> Training:
         return Training(
@@ -312,6 +326,7 @@ def main(argv: list[str] | None = None) -> None:
 
     steps = args.steps or steps_within(args.minutes, training())
     run = training()
+    run.write(4)
     parameters = sum(p.numel() for p in run.draft.parameters())
     print(f"{parameters} parameters, {steps} steps on {args.device}", flush=True)
     began = time.monotonic()
@@ -329,19 +344,18 @@ def main(argv: list[str] | None = None) -> None:
             "settings": asdict(settings),
             "steps": steps,
             "parameters": parameters,
-            "corpus_sha256": corpus.digest(text),
+            "corpus_sha256": corpus.digest(documents),
             "training_seconds": round(seconds, 1),
             "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
             "versions": {"python": platform.python_version(), **_versions()},
         },
-        "held_out_documents": [d.name for d in documents if d.held_out],
         "acceptance": {
             name: {"length": found.length, **asdict(found)} for name, found in estimates.items()
         },
         "curve": run.curve,
     }
     (args.out / "loss_curve.json").write_text(json.dumps(record, indent=1) + "\n")
-    held_out = {"prompts": prompts["held out"].tolist()}
+    held_out = {name: ids.tolist() for name, ids in prompts.items() if name.startswith("held-out")}
     (args.out / "held_out.json").write_text(json.dumps(held_out) + "\n")
 
 

@@ -168,7 +168,7 @@ REFUSED: tuple[Feature, ...] = (
     refused(
         "Simulated acceptance of drafts",
         "its answers are not the model's",
-        "unset SGLANG_SIMULATE_ACC_LEN",
+        "unset SGLANG_SIMULATE_ACC_LEN; for studies of speed give --afd-spec-sim-accept",
         environment=("SGLANG_SIMULATE_ACC_LEN",),
     ),
     refused(

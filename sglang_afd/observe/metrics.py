@@ -40,7 +40,9 @@ SERIES = (
     Series(
         "plan_lead_seconds", "histogram", (), "from the ranks' agreement to the step's beginning"
     ),
-    Series("stage_seconds", "counter", ("stage",), "time in each stage of the steps"),
+    Series(
+        "stage_seconds", "counter", ("stage",), "time in each stage of the steps and beside them"
+    ),
     Series("exposed_seconds", "counter", (), "time in steps without own work: waiting, exchanging"),
     Series("replayed_steps", "counter", (), "steps replayed from graphs"),
     Series("exchanges", "counter", (), "exchanges with the other role, each of one MoE layer"),
@@ -97,6 +99,8 @@ class StepMetrics:
         for stage, spent in times.by_stage().items():
             of("stage_seconds", stage.value).inc(spent)
             exposed += spent if stage in EXCHANGE else 0.0
+        for stage, start, end in times.beside:
+            of("stage_seconds", stage.value).inc(end - start)
         of("exposed_seconds").inc(exposed)
         of("replayed_steps").inc(times.replayed)
         exchanges = len(times.rounds) * self._layers

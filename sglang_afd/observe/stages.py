@@ -3,7 +3,9 @@
 A step of an A rank is attention (all that the model does outside of its experts), dispatch and
 combine; one of an F rank is receive, experts and reply.  The exchange's stages are marked as they
 begin and end; what lies between them is the role's own work.  A decode round that is replayed from
-a CUDA graph passes no mark: where its kernels leave `Stamps`, those tell its stages.
+a CUDA graph passes no mark: where its kernels leave `Stamps`, those tell its stages.  With
+speculation an A rank's step verifies, and beside it the rank drafts before, then samples and lets
+the draft read what was accepted.
 """
 
 from __future__ import annotations
@@ -32,6 +34,12 @@ class Stage(StrEnum):
     """F: waiting for A's rows, and taking them in."""
     EXPERTS = "experts"
     REPLY = "reply"
+    DRAFT = "draft"
+    """A, before a step that verifies: the draft's steps."""
+    SAMPLE = "sample"
+    """A, after it: which tokens are accepted."""
+    DRAFT_EXTEND = "draft_extend"
+    """A, after that: the draft reads the target's hidden states of the accepted tokens."""
 
 
 EXCHANGE = (Stage.DISPATCH, Stage.COMBINE, Stage.RECEIVE, Stage.REPLY)
@@ -69,6 +77,9 @@ class StepTimes(NamedTuple):
     """F: [exchanges, E_local] int64 on the host, rows that each expert got; None if replayed."""
     replayed: bool = False
     """The step was replayed from a graph."""
+    beside: tuple[Span, ...] = ()
+    """A, in a decode step: what the lane did outside of steps since its last one: drafts, samples
+    and extends of drafts."""
 
     def by_stage(self) -> dict[Stage, float]:
         """Seconds spent in each stage."""
@@ -169,6 +180,12 @@ class _Open(NamedTuple):
     loads: list[torch.Tensor]
 
 
+class _Beside(NamedTuple):
+    lane: int
+    stage: Stage
+    start: Any
+
+
 class _Noted:
     """A stage as it goes on; hundreds are made in a step."""
 
@@ -214,8 +231,9 @@ class StepTimer:
         self._clock: Clock | None = None
         self._listeners: tuple[Callable[[StepTimes], None], ...] = ()
         self._open: _Open | None = None
-        self._ended: deque[tuple[_Open, Any, Any]] = deque()
+        self._ended: deque[tuple[_Open | _Beside, Any, Any]] = deque()
         self._stamps: Sequence[Stamps] = ()
+        self._beside: dict[int, list[Span]] = {}
         self._agreed = 0.0
         self._going: set[tuple[int, Path]] = set()
         self._starts: dict[tuple[int, Path], float] = {}
@@ -282,6 +300,17 @@ class StepTimer:
             return _NOT_NOTED
         return _Noted(stage, self._open.marks, self._clock)
 
+    @contextmanager
+    def beside(self, lane: int, stage: Stage) -> Iterator[None]:
+        """Time what the current stream does outside of steps for `lane`'s next decode step."""
+        clock = self._clock
+        if clock is None or not self._listeners:
+            yield
+            return
+        noted = _Beside(lane, stage, clock.mark())
+        yield
+        self._ended.append((noted, clock.mark(), None))
+
     def received(self, batch: RowBatch | MaskedBatch) -> None:
         """Count what each expert got; as `stage`, only in a step that is timed."""
         if self._open is not None:
@@ -292,7 +321,12 @@ class StepTimer:
 
     def _tell(self, clock: Clock) -> None:
         while self._ended and clock.passed(self._ended[0][1]):
-            times = self._times(*self._ended.popleft(), clock)
+            opened, end, taken = self._ended.popleft()
+            if isinstance(opened, _Beside):
+                span = Span(opened.stage, clock.seconds(opened.start), clock.seconds(end))
+                self._beside.setdefault(opened.lane, []).append(span)
+                continue
+            times = self._times(opened, end, taken, clock)
             for listener in self._listeners:
                 listener(times)
 
@@ -330,6 +364,7 @@ class StepTimer:
             begun - before if opened.follows and before is not None else None,
             tuple(spans),
             torch.stack(opened.loads).cpu() if opened.loads else None,
+            beside=tuple(self._beside.pop(key[0], ())) if opened.path is Path.DECODE else (),
             replayed=not opened.marks,
         )
 

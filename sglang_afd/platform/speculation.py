@@ -59,6 +59,11 @@ def no_copy_kernel(pool: Any) -> None:
     pool._kv_copy_config = None
 
 
+def rows_of(indices: torch.Tensor, *tables: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The rows `indices` of each table, which has one for every request; None stays None."""
+    return tuple(None if table is None else table[indices] for table in tables)
+
+
 _REPLACED: dict[str, Callable[..., Any]] = {
     f"{_OPS}.spec_tree.build_tree_kernel_efficient_func": draft_trees.build_tree,
     f"{_OPS}.spec_tree.verify_tree_greedy_func": draft_trees.verify_greedy,
@@ -66,6 +71,7 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     f"{_OPS}.cache_locs.fill_front_out_cache_loc_func": draft_slots.of_first,
     f"{_OPS}.eagle.fill_accept_out_cache_loc_func": draft_slots.of_accepted,
     f"{_OPS}.eagle.fill_bonus_tokens_func": draft_slots.last_accepted,
+    f"{_OPS}.gather_spec_extras.gather_spec_extras": rows_of,
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": draft_slots.reserve,
     f"{_POOL}._init_kv_copy_and_warmup": no_copy_kernel,
     f"{_POOL}._move_kv_cache_impl": move_slots,

@@ -163,6 +163,7 @@ def _show_in_server_info(result: Any, *args: Any, **kwargs: Any) -> Any:
     result.internal_state["afd"] = {
         "config": msgspec.to_builtins(context.config),
         "emulated": context.config.emulation.described(),
+        "simulated_acceptance": context.config.spec_sim_accept,
         "rank": context.name,
         "ranks": msgspec.to_builtins(_holdings),
     }

@@ -32,6 +32,7 @@ from sglang_afd.lanes import StepEnd, StepEvent, spread
 from sglang_afd.topology import Role
 from sglang_afd.upstream import quarantine
 from sglang_afd.upstream.lane_parts import LaneParts, scheduler_parts
+from sglang_afd.upstream.speculation import draft_state_of
 
 
 class Lane:
@@ -416,6 +417,7 @@ class LaneLoop:
         batch.req_pool_indices_cpu, batch.req_pool_indices = slots, slots.to(batch.device)
         batch.seq_lens_cpu, batch.seq_lens = lengths, lengths.to(batch.device)
         batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
+        batch.spec_info = draft_state_of(batch)
         if batch.return_logprob:
             batch.top_logprobs_nums = [req.logprob.top_logprobs_num for req in reqs]
             batch.token_ids_logprobs = [req.logprob.token_ids_logprob for req in reqs]

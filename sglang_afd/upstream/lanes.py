@@ -87,6 +87,12 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     return (
         *quarantine.HOOKS,
         Hook(
+            "sglang.srt.arg_groups.speculative_hook._disable_overlap_schedule_for_cpu",
+            Kind.REPLACE,
+            lambda server_args: None,
+            "lanes stand on the overlap scheduler, with speculation too, as on a GPU",
+        ),
+        Hook(
             f"{_MODULE}.dispatch_event_loop",
             Kind.REPLACE,
             run,

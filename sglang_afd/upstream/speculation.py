@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from sglang_afd.config import AfdConfig
+from sglang_afd.context import current
+from sglang_afd.observe.stages import Stage
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.roles import on_ffn
 
@@ -64,7 +67,68 @@ def _unless_of_a_draft(
         original(runner, only_if_initialized=only_if_initialized)
 
 
+def _timed(stage: Stage) -> Callable[..., Any]:
+    """A hook around a function whose second argument is the batch: a stage of its verify step."""
+
+    def run(original: Callable[..., Any], owner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch.forward_mode.is_idle():
+            return original(owner, batch, *args, **kwargs)
+        context = current()
+        with context.timer.beside(context.lane, stage):
+            return original(owner, batch, *args, **kwargs)
+
+    return run
+
+
+def draft_state_of(batch: Any) -> Any | None:
+    """What a draft goes on from in a decode batch of requests whose prefill has ended; None without
+    speculation.
+
+    SGLang keeps it by the requests' slots, so that the next step may be launched before it is
+    there; a batch names the slots alone.
+    """
+    if batch.spec_algorithm.is_none():
+        return None
+    from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+    return EagleDraftInput(future_indices=batch.req_pool_indices)
+
+
+def _reads(layers: tuple[int, ...]) -> Callable[..., None]:
+    """A hook after SGLang has found which layers a draft reads: those are `layers`."""
+
+    def set_layers(found: Any, **_: Any) -> None:
+        if found.eagle_use_aux_hidden_state:
+            found.eagle_aux_hidden_state_layer_ids = list(layers)
+
+    return set_layers
+
+
+def hooks(config: AfdConfig) -> tuple[Hook, ...]:
+    """Those of every deployment, and one where --afd-spec-aux-layers is given."""
+    if not config.spec_aux_layers:
+        return HOOKS
+    chosen = Hook(
+        "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state"
+        ".resolve_spec_aux_hidden_state_config",
+        Kind.AFTER,
+        _reads(config.spec_aux_layers),
+        "a draft whose config.json names no layers reads those that the user knows it to read",
+    )
+    return (*HOOKS, chosen)
+
+
+_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
+
 HOOKS = (
+    *(
+        Hook(target, Kind.AROUND, _timed(stage), "the parts of a verify step are in the metrics")
+        for target, stage in (
+            (f"{_WORKER}.draft", Stage.DRAFT),
+            (f"{_WORKER}._draft_extend_for_decode", Stage.DRAFT_EXTEND),
+            ("sglang.srt.speculative.eagle_utils.eagle_sample", Stage.SAMPLE),
+        )
+    ),
     Hook(
         "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
         Kind.AROUND,

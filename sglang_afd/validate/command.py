@@ -172,6 +172,8 @@ def resolve(
         raise Impossible("--load-format dummy makes random weights, which have no right answers")
     if facts.config.emulated_ffn_ranks is not None:
         raise Impossible("--afd-emulate-ffn-ranks leaves experts out, so no answer is the model's")
+    if facts.config.spec_sim_accept is not None:
+        raise Impossible("--afd-spec-sim-accept accepts any token, so no answer is the model's")
     reference = own.reference or (preset.reference if preset else "hf")
     _check_reference(reference, own)
     path = last_value(facts.args, *_MODEL) or ""

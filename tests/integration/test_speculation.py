@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from tests.support.layouts import (
     CHUNK,
     RUNNING,
     Layout,
+    lanes,
     on,
     speculating,
 )
@@ -31,13 +33,26 @@ pytestmark = pytest.mark.integration
 
 STANDARD = speculating(A2F1, 3, 1, 4)
 TREE = speculating(A1F1, 3, 2, 6)
-OTHERS = (
-    *(speculating(A1F1, *shape) for shape in ((1, 1, 2), (3, 1, 4), (7, 1, 8))),
-    *(speculating(layout, 3, 1, 4) for layout in (A2F2, A1T2F1)),
-    *(speculating(layout, 3, 2, 6) for layout in (A2F2,)),
-    *(speculating(A2F2, *shape) for shape in ((1, 1, 2), (7, 1, 8))),
+BLOCKS = tuple(
+    speculating(layout, *shape)
+    for layout in (A1F1, A2F1, A2F2)
+    for shape in ((1, 1, 2), (3, 1, 4), (7, 1, 8))
+    if (layout, shape) != (A2F1, (3, 1, 4))  # the standard
 )
-
+OTHERS = (
+    *BLOCKS,
+    *(speculating(layout, 3, 1, 4) for layout in (A1T2F1,)),
+    speculating(A2F2, 3, 2, 6),
+)
+LANES = lanes(STANDARD, 2)
+MEAN = 2.4
+SIMULATED = replace(
+    STANDARD,
+    flags=(*STANDARD.flags, "--afd-spec-sim-accept", str(MEAN), "--afd-emulation-is-not-the-model"),
+    note="simulated",
+)
+TREE_LANES = lanes(TREE, 2)
+BLOCK_LANES = tuple(lanes(layout, 2) for layout in BLOCKS)
 TINY = replace(
     TREE,
     flags=(*TREE.flags, "--max-total-tokens", "280", "--schedule-conservativeness", "0.3"),
@@ -73,7 +88,7 @@ def nothing_left(world: World) -> None:
     assert wait_until(lambda: not any(used_tokens(world)), 10), used_tokens(world)
 
 
-@on(STANDARD, full=(TREE, *OTHERS))
+@on(STANDARD, LANES, full=(TREE, TREE_LANES, *OTHERS))
 def test_tokens_are_those_without_speculation(world: World, layout: Layout, expect: Expect) -> None:
     """Mixed lengths at different times, prompts in chunks; some drafts are right, some are not."""
     answers = check(world, expect, prompts(), 64)
@@ -82,7 +97,7 @@ def test_tokens_are_those_without_speculation(world: World, layout: Layout, expe
     nothing_left(world)
 
 
-@on(STANDARD, full=(TREE,))
+@on(STANDARD, LANES, full=(TREE,))
 def test_a_rank_left_idle(world: World, layout: Layout, expect: Expect) -> None:
     """All requests on the last DP rank: others take part in every step without a token."""
     last = layout.attention - 1
@@ -90,7 +105,7 @@ def test_a_rank_left_idle(world: World, layout: Layout, expect: Expect) -> None:
     assert {answer.dp_rank for answer in answers} == {last}
 
 
-@on(STANDARD, full=(TREE, *OTHERS))
+@on(STANDARD, LANES, full=(TREE, TREE_LANES, *OTHERS))
 def test_a_cached_prefix_is_the_drafts_too(world: World, expect: Expect) -> None:
     """Prompts that share a prefix reuse its KV, the draft's with it."""
     [stem] = prompts([150], seed=22)
@@ -103,7 +118,7 @@ def test_a_cached_prefix_is_the_drafts_too(world: World, expect: Expect) -> None
     nothing_left(world)
 
 
-@on(STANDARD, full=(TREE, *OTHERS))
+@on(STANDARD, LANES, full=(TREE, TREE_LANES, *OTHERS))
 def test_abort(world: World, layout: Layout, expect: Expect) -> None:
     """Requests end by name or by hanging up, in chunks too; those beside them are right."""
     victims, others = prompts([20, 20, 1500], seed=63), prompts([30, 40], seed=64)
@@ -128,7 +143,7 @@ def test_abort(world: World, layout: Layout, expect: Expect) -> None:
 
 
 @pytest.mark.full
-@on(TINY)
+@on(TINY, lanes(TINY, 2))
 def test_too_little_memory_for_all(world: World, expect: Expect) -> None:
     """Requests are taken back and done again, with their prompts drafted anew."""
     asked = prompts([12, 10, 14], seed=68)
@@ -143,7 +158,7 @@ def test_too_little_memory_for_all(world: World, expect: Expect) -> None:
 
 
 @pytest.mark.full
-@on(STANDARD, TREE)
+@on(STANDARD, TREE, LANES)
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause_and_continue(world: World, expect: Expect, mode: str) -> None:
     """Requests that are paused, and perhaps taken back, go on as if nothing had been."""
@@ -167,8 +182,37 @@ def test_ffn_ranks_hold_nothing_of_the_draft(world: World) -> None:
             assert rank["draft_kv_bytes"] * 4 == rank["kv_bytes"]
 
 
+@on(STANDARD)
+def test_metrics_tell_the_parts_of_a_verify_step(world: World, expect: Expect) -> None:
+    check(world, expect, prompts([20, 30], seed=76), 24)
+    text = world.get("/metrics").text
+    told = {
+        (role, stage): float(seconds)
+        for labels, seconds in re.findall(r"afd_stage_seconds_total\{(.*)\} ([\d.e-]+)", text)
+        for role in re.findall(r'role="(\w+)"', labels)
+        for stage in re.findall(r'stage="(\w+)"', labels)
+        if 'path="decode"' in labels
+    }
+    parts = {"draft", "sample", "draft_extend"}
+    for stage in (*parts, "attention", "dispatch", "combine"):
+        assert told["attention", stage] > 0, told
+    assert told["ffn", "experts"] > 0 and not parts & {s for role, s in told if role == "ffn"}
+
+
 @pytest.mark.full
-@on(STANDARD, TREE)
+@on(SIMULATED)
+def test_acceptance_can_be_simulated(world: World) -> None:
+    """Steps give the mean, in wrong tokens, and the server says so."""
+    asked = prompts([12] * 6, seed=77)
+    answers = send(world, asked, 80)
+    assert acceptance(answers) == pytest.approx(MEAN, abs=0.2)
+    state = world.get("/server_info").json()["internal_states"][0]["afd"]
+    assert state["simulated_acceptance"] == MEAN
+    nothing_left(world)
+
+
+@pytest.mark.full
+@on(STANDARD, TREE, LANES)
 def test_sampled_and_constrained_answers(world: World, expect: Expect) -> None:
     """What is drawn at random goes through the draft too; a grammar holds for every token of it."""
     [prompt] = prompts([30], seed=71)
@@ -250,8 +294,12 @@ def test_acceptance_is_that_of_sglang_alone(
 
 
 @pytest.mark.full
-@on(STANDARD)
-def test_many_requests(world: World, expect: Expect) -> None:
-    """64 prompts of 64 tokens, more than run at once."""
+@on(STANDARD, LANES, *BLOCKS, *BLOCK_LANES)
+def test_many_requests(world: World, layout: Layout, expect: Expect) -> None:
+    """64 prompts of 64 tokens, more than run at once; each lane has its share of them."""
     lengths = [3 + 7 * i % 90 for i in range(64)]
     check(world, expect, prompts(lengths, seed=73), 64)
+    states = [state["afd"] for state in world.get("/server_info").json()["internal_states"]]
+    [shown, *_] = [s.get("lanes", []) for s in states if s["rank"].startswith("attention rank 0")]
+    assert len(shown) == (2 if "--afd-lanes" in layout.flags else 0)
+    assert all(lane["steps"] > 10 for lane in shown), shown

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree
+from sglang.kernels.ops.speculative.gather_spec_extras import gather_spec_extras
 from sglang.srt.mem_cache import allocation
 from sglang.srt.speculative.eagle_utils import organize_draft_results
 from sglang.srt.speculative.spec_utils import select_top_k_tokens
 
-from sglang_afd.platform import draft_slots, draft_trees
+from sglang_afd.platform import draft_slots, draft_trees, speculation
 from sglang_afd.platform.draft_attention import branches
 
 SHAPES = [(1, 1, 2), (3, 1, 4), (7, 1, 8), (1, 4, 4), (3, 2, 6), (3, 4, 16), (5, 3, 9)]
@@ -106,6 +107,18 @@ def accepted(
     same([ours], [theirs], "last tokens")
 
 
+def kept() -> None:
+    """What a draft goes on from, of the requests that are in the next step."""
+    tables = (torch.rand(6, 2), torch.randint(99, (6, 2)), torch.randint(99, (6,)))
+    rows = torch.tensor([4, 0, 5])
+    for hidden in (torch.rand(6, 8), None):
+        ours = speculation.rows_of(rows, *tables, hidden)
+        theirs = gather_spec_extras(rows, *tables, hidden)
+        assert (ours[3] is None) is (theirs[3] is None) is (hidden is None)
+        for one, other in zip(ours, theirs, strict=True):
+            assert one is None or torch.equal(one, other), "rows of kept state"
+
+
 def slots(shape: tuple[int, int, int]) -> None:
     """Slots of the places that follow, reserved, listed, and seen by a draft's branches."""
     steps, topk, count = shape
@@ -171,6 +184,7 @@ def main() -> None:
         for mode in (draft_trees.FULL_MASK, draft_trees.TREE_ALONE):
             trees(shape, mode)
         slots(shape)
+    kept()
     print(f"equal for {SHAPES}")
 
 

@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from sglang_afd import embedded
 from sglang_afd.embedded import train_draft
-from sglang_afd.embedded.acceptance import PROMPT, Estimate, estimate
+from sglang_afd.embedded.acceptance import PROMPT, Estimate, estimate, questions_of
+from sglang_afd.embedded.conversations import exchanges
 from sglang_afd.embedded.corpus import build
 from sglang_afd.embedded.draft_model import Draft
 from sglang_afd.embedded.plain_target import AUX_LAYERS, Target
-from sglang_afd.embedded.train_draft import Settings, build_draft, split
+from sglang_afd.embedded.train_draft import Settings, build_draft
+from sglang_afd.embedded.written import LENGTH, Writer
 from tests.support.gate_facts import make_facts, refused
 
 pytestmark = pytest.mark.unit
@@ -108,23 +110,44 @@ def test_the_estimate_counts_tokens_of_verify_steps(target: Target) -> None:
     assert (found.verified, found.tokens) == (6 + 2, 18 + 4)
 
 
-def test_documents_are_held_out_by_the_seed() -> None:
-    documents = build()
-    one, two = split(documents, Settings(seed=1)), split(documents, Settings(seed=2))
-    assert one == split(documents, Settings(seed=1)) != two
-    known = [d for d in documents if not d.held_out]
-    assert [d.name for d in one] == [d.name for d in known]
-    for kind, share in (("topic", 8), ("docstring", 166)):
-        assert sum(d.held_out for d in one if d.kind == kind) == share
+def test_the_target_goes_on_as_it_would_from_the_whole_text(
+    target: Target, ids: torch.Tensor
+) -> None:
+    """One token after another, each from the keys and values of those before."""
+    found = target.write(ids, 12)
+    assert torch.equal(found[:, : ids.shape[1]], ids)
+    for length in range(ids.shape[1], found.shape[1]):
+        assert int(found[0, length]) == int(target(found[:, :length])[0][0, -1].argmax())
+
+
+def test_questions_are_in_wordings_of_their_own() -> None:
+    tokenizer = Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
+    known = [d for d in build() if not d.held_out]
+    trained = {question for pair in exchanges(known) for e in pair for question in e.questions}
+    for row in questions_of(known, tokenizer, 1).tolist():
+        text = tokenizer.decode(row, skip_special_tokens=False)
+        assert text.endswith("<|im_end|>\n<|im_start|>assistant\n") and len(row) == PROMPT
+        _, cut, question = text.removesuffix("<|im_end|>\n<|im_start|>assistant\n").rpartition(
+            "<|im_start|>user\n"
+        )
+        assert question not in trained or not cut
+
+
+def test_what_the_target_writes_is_the_seeds(target: Target) -> None:
+    tokenizer = Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
+    known = [d for d in build() if not d.held_out][:20]
+    one, again, other = (Writer(target, known, tokenizer, seed).rows(2) for seed in (1, 1, 2))
+    assert one.shape == (2, LENGTH) and torch.equal(one, again) and not torch.equal(one, other)
 
 
 def test_a_few_steps_write_a_draft_that_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The strict check of drafts takes what is written, and the loss goes down."""
-    monkeypatch.setattr(train_draft, "prompts_of", lambda *_: torch.full((1, PROMPT), 100))
+    for draws in ("prompts_of", "questions_of"):
+        monkeypatch.setattr(train_draft, draws, lambda *_: torch.full((1, PROMPT), 100))
     monkeypatch.setattr(train_draft, "EVALUATIONS", 1)
-    options = ("--device", "cpu", "--steps", "8", "--tokens-per-step", "256")
+    options = ("--device", "cpu", "--steps", "8", "--tokens-per-step", "256", "--written", "8")
     train_draft.main(["--out", str(tmp_path), *options])
     flags = ("--speculative-algorithm", "EAGLE3")
     path = ("--speculative-draft-model-path", str(tmp_path / "draft"))
@@ -133,7 +156,8 @@ def test_a_few_steps_write_a_draft_that_is_served(
     record = json.loads((tmp_path / "loss_curve.json").read_text())
     losses = [point["training"] for point in record["curve"]]
     assert losses[-1] < losses[0] - 0.5, losses
-    assert record["acceptance"]["held out"]["length"] >= 1
-    assert json.loads((tmp_path / "held_out.json").read_text())["prompts"] == [[100] * PROMPT]
+    kept = json.loads((tmp_path / "held_out.json").read_text())
+    assert kept == {f"held-out {of}": [[100] * PROMPT] for of in ("documents", "wordings")}
+    assert all(record["acceptance"][name]["length"] >= 1 for name in (*kept, "documents"))
     train_draft.main(["--plot", str(tmp_path)])
     assert (tmp_path / "loss_curve.png").stat().st_size > 1000

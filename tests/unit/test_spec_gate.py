@@ -157,7 +157,6 @@ def test_graphs_are_of_as_many_requests_as_an_exchange_takes(target: Path) -> No
         (shape(2, 2, 8), "2 steps of 2 tokens draft 6 at most, not the 7"),
         (shape(99, 1, 100), "100 tokens of a request in one verify step are over 64"),
         (shape(3, 1, 4)[:2], "--speculative-num-steps alone do not say how"),
-        (("--afd-lanes", "2"), "speculation takes one lane, not --afd-lanes 2"),
         (("--speculative-adaptive",), "--speculative-adaptive asks for Other ways to speculate"),
         (("--speculative-draft-window-size", "8"), "asks for Other ways to speculate"),
     ],

@@ -267,3 +267,40 @@ def test_stamps_are_armed_while_somebody_listens() -> None:
     assert not stamps.on
     rank.timer.subscribe(more.append)
     assert stamps.on
+
+
+def test_what_is_beside_steps_is_told_with_the_lanes_next_decode_step() -> None:
+    rank = Rank()
+
+    def beside(lane: int, stage: Stage, seconds: float) -> None:
+        with rank.timer.beside(lane, stage):
+            rank.clock.now += seconds
+
+    beside(0, Stage.DRAFT, 2.0)
+    beside(1, Stage.DRAFT, 3.0)
+    rank.run(plan(0, 2, 0, kind=StepKind.EXTEND))  # a prefill is no verify step
+    rank.run(plan(1, 2, 0))
+    beside(0, Stage.SAMPLE, 0.5)
+    beside(0, Stage.DRAFT_EXTEND, 1.0)
+    beside(0, Stage.DRAFT, 4.0)
+    rank.run(plan(2, 2, 0, lane=1))
+    rank.run(plan(3, 2, 0))
+    rank.run(plan(4, 2, 0))
+    found = [[(s.stage, s.end - s.start) for s in times.beside] for times in rank.told]
+    assert found == [
+        [],
+        [(Stage.DRAFT, 2.0)],
+        [(Stage.DRAFT, 3.0)],
+        [(Stage.SAMPLE, 0.5), (Stage.DRAFT_EXTEND, 1.0), (Stage.DRAFT, 4.0)],
+        [],
+    ]
+    steps = [times for times in rank.told if times.beside]
+    assert all(times.beside[-1].end <= times.start for times in steps), "they are no part of steps"
+
+
+def test_nothing_is_timed_beside_steps_for_nobody() -> None:
+    rank = Rank()
+    rank.timer.forget(rank.told.append)
+    with rank.timer.beside(0, Stage.DRAFT):
+        rank.clock.now += 1
+    assert not rank.timer._ended

@@ -129,3 +129,19 @@ def test_status_joins_what_the_ranks_say() -> None:
     assert ffn["load"] is None and ffn["recent"] == {"steps": 4} and ffn["world_rank"] == 2
     assert 5 <= told["up_seconds"] < 60
     assert status.trace_of(states)["ranks"] == [{"rank": 0}]
+
+
+def test_what_is_beside_a_step_is_in_its_stages_and_not_in_its_time() -> None:
+    registry = CollectorRegistry()
+    metrics = StepMetrics("attention", 0, row_bytes=64, layers=LAYERS, registry=registry)
+    beside = (Span(Stage.DRAFT, 9.0, 9.5), Span(Stage.SAMPLE, 9.5, 9.75))
+    metrics(times()._replace(beside=beside))
+    labels = {**LABELS, "role": "attention", "rank": "0"}
+
+    def value(name: str, **more: str) -> float | None:
+        return registry.get_sample_value(f"sglang_afd_{name}", {**labels, **more})
+
+    assert value("stage_seconds_total", stage="draft") == pytest.approx(0.5)
+    assert value("stage_seconds_total", stage="sample") == pytest.approx(0.25)
+    assert value("step_seconds_sum") == pytest.approx(0.010)
+    assert value("exposed_seconds_total") == pytest.approx(0.004)
