@@ -11,7 +11,7 @@ from sglang_afd.features.cad import SERVED_IN_CAD
 from sglang_afd.flags import DEFAULT_BLOCK, DEFAULT_ROWS
 from sglang_afd.topology import Mode
 
-FAMILIES = ("Qwen3-MoE",)
+FAMILIES = ("Qwen3-MoE", "MiniMax-M2")
 """Families whose attention CAD serves, by name."""
 _AFD = "leave it out, or use --afd-mode afd"
 _ONE_EXCHANGE = "a step's attention is one exchange a layer, of as many rows as there are"
@@ -22,7 +22,6 @@ _UNSERVED: tuple[tuple[str, str], ...] = (
      "ranks share nothing"),
     ("max_tokens_per_rank", _ONE_EXCHANGE),
     ("prefill_block", _ONE_EXCHANGE),
-    ("lanes", "not shown to work yet"),
     ("expert_replicas", _WHOLE),
     ("expert_placement", _WHOLE),
     ("emulated_attention_ranks", "emulation stands for FFN exchanges"),

@@ -16,6 +16,7 @@ from tests.support.layouts import (
     A2F2,
     A3F1,
     CAD,
+    CAD_MINIMAX,
     CAD_WIDER,
     SMALL,
     STOCK,
@@ -72,7 +73,14 @@ def test_zeroed_experts_change_the_answers(
     assert all(a.tokens != t.tokens for a, t in zip(answers, trained))
 
 
-@on(SMALL, *families(SMALL, wrapped=False), CAD, *CAD_WIDER, full=families(SMALL, wrapped=True))
+@on(
+    SMALL,
+    *families(SMALL, wrapped=False),
+    CAD,
+    *CAD_WIDER,
+    CAD_MINIMAX,
+    full=families(SMALL, wrapped=True),
+)
 def test_small_caps(world: World, expect: Expect) -> None:
     """The whole workload, although a prompt takes chunks and a chunk takes slices."""
     check(world, expect, prompts(), 64)
