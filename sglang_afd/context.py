@@ -126,7 +126,7 @@ class RankContext:
         if name.startswith(self.family.unread):
             return False
         if self.config.mode is Mode.CAD:
-            return self.leads
+            return self.leads or name.endswith(self.family.recurrent)
         tensor = self.family.expert_tensor(name)
         if self.role is Role.ATTENTION:
             return tensor is None and self.family.experts.read_fused(name) is None

@@ -11,7 +11,7 @@ from sglang_afd.features.cad import SERVED_IN_CAD
 from sglang_afd.flags import DEFAULT_BLOCK, DEFAULT_ROWS
 from sglang_afd.topology import Mode
 
-FAMILIES = ("Qwen3-MoE", "MiniMax-M2")
+FAMILIES = ("Qwen3-MoE", "MiniMax-M2", "Qwen3.5-MoE, text")
 """Families whose attention CAD serves, by name."""
 _AFD = "leave it out, or use --afd-mode afd"
 _ONE_EXCHANGE = "a step's attention is one exchange a layer, of as many rows as there are"
@@ -63,6 +63,12 @@ def topology(facts: Facts) -> Iterator[Refusal]:
         yield Refusal(
             f"{heads} key-value heads do not divide over --afd-attention-ranks {ranks}",
             f"choose one of {', '.join(str(n) for n in range(1, heads + 1) if not heads % n)}",
+        )
+    if facts.checkpoint.family.recurrent and ranks > 1:
+        yield Refusal(
+            f"the recurrent states of {facts.checkpoint.family.name} are not shared by "
+            f"--afd-attention-ranks {ranks}",
+            "use --afd-attention-ranks 1",
         )
 
 

@@ -20,18 +20,19 @@ from sglang_afd.upstream.roles import on_model
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """What a rank holds."""
+    """What a rank holds: nothing, on model ranks."""
 
-    tokens: int
-    """0 on model ranks, which hold none."""
-
-
-_stretch = 0
+    tokens: int = 0
+    states: int = 0
+    """Recurrent states of linear attention."""
 
 
-def share_of_pool(index: int) -> int:
-    """What to add to the slots of the model rank with that index, to find them in the pool."""
-    return index * _stretch
+_stretches = Pool()
+
+
+def share_of_pool(index: int) -> Pool:
+    """What to add to the slots of the model rank with that index, to find them in the pools."""
+    return Pool(index * _stretches.tokens, index * _stretches.states)
 
 
 def stretch(tokens: int, page: int, ranks: int) -> int:
@@ -45,30 +46,41 @@ def stretch(tokens: int, page: int, ranks: int) -> int:
 def _agree_on_the_pool(original: Callable[..., Any], configurator: Any, *a: Any, **k: Any) -> Any:
     """All ranks learn how many tokens a model rank may have."""
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
-    from sglang.srt.runtime_context import get_parallel, get_schedule
+    from sglang.srt.runtime_context import get_context, get_parallel, get_schedule
 
-    global _stretch
+    global _stretches
     context, page = current(), get_schedule().page_size
     holds = context.role is Role.ATTENTION
     config = original(configurator, *a, **k) if holds else None
-    own = Pool(int(config.max_total_num_tokens) if config is not None else 0)
+    recurrent = configurator.mambaish_config is not None
+    own = Pool()
+    if config is not None:
+        own = Pool(
+            int(config.max_total_num_tokens),
+            get_schedule().max_mamba_cache_size if recurrent else 0,
+        )
     told = gather(own, Pool, get_parallel().tp_group.cpu_group)
-    ranks = len(context.topology.leading_world)
-    tokens = stretch(min(pool.tokens for pool in told if pool.tokens), page, ranks)
+    ranks = context.topology.leading_ranks
+    held = [told[rank] for rank in context.topology.serving_world]
+    tokens = stretch(min(pool.tokens for pool in held), page, ranks)
+    states = stretch(min(pool.states for pool in held), 1, ranks) if recurrent else 0
     if tokens < page:
         raise RuntimeError(
             f"the attention ranks' KV pool is too small for {ranks} model ranks; raise "
             f"--mem-fraction-static or --max-total-tokens"
         )
-    _stretch = tokens + page
-    requests = configurator.resolve_max_num_reqs(tokens)
+    _stretches = Pool(tokens + page, states + 1)
     if config is None:
+        if recurrent:
+            get_context().override("sglang_afd", max_mamba_cache_size=states)
+        requests = configurator.resolve_max_num_reqs(tokens)
         return MemoryPoolConfig(
             max_total_num_tokens=tokens,
             max_running_requests=requests,
             mem_fraction_static=get_schedule().mem_fraction_static,
         )
-    config.max_running_requests = ranks * requests  # it has a row of slots for each of everybody's
+    # It has a row of slots for each request of everybody's.
+    config.max_running_requests = ranks * configurator.resolve_max_num_reqs(tokens)
     return config
 
 

@@ -10,6 +10,7 @@ import torch
 from sglang_afd.cad.exchange import RemoteAttention
 from sglang_afd.cad.form import Form
 from sglang_afd.cad.tables import StepTables
+from sglang_afd.upstream import cad_states
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.roles import on_model
 from sglang_afd.upstream.shadow import ALONE, parallel_view
@@ -17,14 +18,29 @@ from sglang_afd.upstream.shadow import ALONE, parallel_view
 
 def forms(model: torch.nn.Module) -> list[Form]:
     """What travels for every attention layer of a model, in the order in which it runs them."""
-    from sglang.srt.layers.radix_attention import RadixAttention
+    return sorted(map(form_of, attention_layers(model)))
 
-    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
-    return sorted(map(form_of, layers))
+
+def attention_layers(model: torch.nn.Module) -> list[Any]:
+    """SGLang's attention layers of a model, full and linear, in the order in which it runs them."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+
+    kinds = (RadixAttention, RadixLinearAttention)
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, kinds)]
+    return sorted(layers, key=lambda layer: layer.layer_id)
+
+
+def is_linear(layer: Any) -> bool:
+    """Whether one of them is linear attention."""
+    return not hasattr(layer, "tp_q_head_num")
 
 
 def form_of(layer: Any) -> Form:
     """What travels for one of SGLang's attention layers."""
+    if is_linear(layer):
+        mixed = layer.q_dim + layer.k_dim + layer.v_dim
+        return Form(layer.layer_id, (mixed, layer.num_v_heads, layer.num_v_heads), layer.v_dim)
     queries = layer.tp_q_head_num * layer.qk_head_dim
     keys = layer.tp_k_head_num * layer.qk_head_dim
     values = layer.tp_v_head_num * layer.v_head_dim
@@ -51,17 +67,30 @@ def backend_class() -> type:
 
         def forward(
             self,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            layer: Any,
-            forward_batch: Any,
+            q: torch.Tensor | None = None,
+            k: torch.Tensor | None = None,
+            v: torch.Tensor | None = None,
+            layer: Any = None,
+            forward_batch: Any = None,
             save_kv_cache: bool = True,
+            mixed_qkv: torch.Tensor | None = None,
+            a: torch.Tensor | None = None,
+            b: torch.Tensor | None = None,
             **kwargs: Any,
         ) -> torch.Tensor:
-            """SGLang's contract: [n, heads x width] queries -> [n, heads x width] outputs."""
+            """SGLang's contract: [n, heads x width] queries -> [n, heads x width] outputs.
+
+            Of linear attention [n, heads x widths] queries, keys and values side by side, and two
+            gates of each head -> [1, n, heads, width].
+            """
             asked = [name for name, value in kwargs.items() if value is not None]
-            if not save_kv_cache or k is None or asked:
+            if is_linear(layer) and not asked:
+                assert mixed_qkv is not None and a is not None and b is not None
+                parts = [mixed_qkv, a, b]
+                rows = [part.reshape(len(mixed_qkv), -1) for part in parts]
+                output = self._exchange(form_of(layer), rows)
+                return output.view(1, -1, layer.num_v_heads, layer.head_v_dim)
+            if not save_kv_cache or q is None or k is None or v is None or asked:
                 raise RuntimeError(
                     f"layer {layer.layer_id} asks for attention that CAD does not serve "
                     f"({asked or 'keys that are not stored'})"
@@ -81,7 +110,13 @@ def backend_class() -> type:
             longest = int(batch.seq_lens.max())
             table = self.req_to_token_pool.req_to_token[batch.req_pool_indices, :longest]
             return StepTables.of(
-                extends, batch.seq_lens, new, batch.out_cache_loc, table, self._page
+                extends,
+                batch.seq_lens,
+                new,
+                batch.out_cache_loc,
+                table,
+                self._page,
+                cad_states.tables_of(batch, self.req_to_token_pool),
             )
 
     return RemoteBackend

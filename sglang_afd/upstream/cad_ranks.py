@@ -11,7 +11,7 @@ from sglang_afd.config import AfdConfig
 from sglang_afd.context import current
 from sglang_afd.dispatch.messages import Messages
 from sglang_afd.dispatch.step_plan import MOST_ROWS, Caps
-from sglang_afd.upstream import cad_attention, cad_memory, cad_model
+from sglang_afd.upstream import cad_attention, cad_memory, cad_model, cad_states
 from sglang_afd.upstream.cad_attention import Attend
 from sglang_afd.upstream.cad_model import backend_class, forms
 from sglang_afd.upstream.groups import make_attention_group
@@ -88,6 +88,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *cad_model.HOOKS,
         *cad_attention.HOOKS,
         *cad_memory.HOOKS,
+        *cad_states.HOOKS,
         Hook(
             f"{SCHEDULER}.init_model_worker",
             Kind.BEFORE,

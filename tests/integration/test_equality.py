@@ -16,7 +16,7 @@ from tests.support.layouts import (
     A2F2,
     A3F1,
     CAD,
-    CAD_MINIMAX,
+    CAD_FAMILIES,
     CAD_WIDER,
     SMALL,
     STOCK,
@@ -78,7 +78,7 @@ def test_zeroed_experts_change_the_answers(
     *families(SMALL, wrapped=False),
     CAD,
     *CAD_WIDER,
-    CAD_MINIMAX,
+    *CAD_FAMILIES,
     full=families(SMALL, wrapped=True),
 )
 def test_small_caps(world: World, expect: Expect) -> None:

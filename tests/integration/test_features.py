@@ -15,7 +15,7 @@ from tests.support.client import chat_body, request_body
 from tests.support.layouts import (
     A2F1,
     CAD,
-    CAD_MINIMAX,
+    CAD_FAMILIES,
     CAD_WIDER,
     CAP,
     CHUNK,
@@ -86,7 +86,7 @@ def test_streaming(world: World, expect: Expect) -> None:
     assert counts[-1] == len(whole.tokens)
 
 
-@on(SMALL, CAD, *CAD_WIDER, CAD_MINIMAX, full=(*WIDER, *families(SMALL, *WIDER)))
+@on(SMALL, CAD, *CAD_WIDER, *CAD_FAMILIES, full=(*WIDER, *families(SMALL, *WIDER)))
 def test_abort(world: World, layout: Layout, expect: Expect) -> None:
     """A request ends by hanging up or by name; others are still right, and its KV is free."""
     flush(world)
@@ -131,7 +131,7 @@ def test_overlap_scheduler_off(world: World, expect: Expect) -> None:
     check(world, expect, prompts(), 24)
 
 
-@on(SMALL, CAD, *CAD_WIDER, CAD_MINIMAX, full=(*WIDER, *families(SMALL, *WIDER)))
+@on(SMALL, CAD, *CAD_WIDER, CAD_FAMILIES[0], full=(*WIDER, *families(SMALL, *WIDER)))
 def test_radix_cache(world: World, expect: Expect) -> None:
     """Prompts that share a prefix with an earlier one reuse its KV."""
     [stem] = prompts([150], seed=22)
@@ -151,7 +151,7 @@ def test_radix_cache_off(world: World, expect: Expect) -> None:
         assert answer.cached_tokens == 0
 
 
-@on(SMALL, CAD, *CAD_WIDER, CAD_MINIMAX, full=(*WIDER, *families(SMALL, *WIDER)))
+@on(SMALL, CAD, *CAD_WIDER, *CAD_FAMILIES, full=(*WIDER, *families(SMALL, *WIDER)))
 def test_chunked_prefill(world: World, expect: Expect) -> None:
     """A long prompt takes a batch for each chunk, and each exchange of one several slices."""
     length = 300

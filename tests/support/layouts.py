@@ -109,7 +109,7 @@ def without_afd(layout: Layout) -> Layout:
 SMALL = small(A2F1)
 """The world that most tests share: small caps, so that every request crosses them."""
 CAD = small(Layout(1, 1, cad=True))
-CAD_MINIMAX = CAD.of("minimax")
+CAD_FAMILIES = (CAD.of("minimax"), CAD.of("qwen3.5"))
 CAD_WIDER = (small(Layout(2, 1, checkpoint="seeded", cad=True)), small(Layout(1, 2, cad=True)))
 """Core-attention disaggregation: heads on two attention ranks, requests on two model ranks."""
 WIDER = (small(A2F2), small(A1T2F1))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sglang_afd.cad.exchange import RemoteAttention
 from sglang_afd.cad.form import Form, scatter
 from sglang_afd.cad.serve import AttentionServer, Layer
-from sglang_afd.cad.tables import StepTables
+from sglang_afd.cad.tables import StateTables, StepTables
 from sglang_afd.config import AfdConfig, ConfigError
 from sglang_afd.context import RankContext
 from sglang_afd.dispatch.step_plan import MOST_ROWS, Caps, PlanRow, StepKind, StepPlan
@@ -55,7 +55,13 @@ def steps(draw: st.DrawFn) -> tuple[StepTables, torch.Tensor, int]:
     first = order.view(len(requests), pages, 1) * page + page
     table = (first + torch.arange(page)).flatten(1)
     slots = torch.cat([row[n - k : n] for row, n, k in zip(table, lengths, new)])
-    return StepTables.of(draw(st.booleans()), lengths, new, slots, table, page), table, page
+    states = None
+    if draw(st.booleans()):
+        numbers = st.lists(st.integers(-1, 99), min_size=len(requests), max_size=len(requests))
+        of_each = [torch.tensor(draw(numbers)) for _ in range(3)]
+        changes = draw(st.lists(st.tuples(st.integers(-1, 99), st.integers(0, 99))))
+        states = StateTables(*of_each, torch.tensor(changes, dtype=torch.int64).view(-1, 2))
+    return StepTables.of(draw(st.booleans()), lengths, new, slots, table, page, states), table, page
 
 
 @given(steps(), st.integers(0, 1000))
@@ -65,7 +71,10 @@ def test_tables_travel_unchanged(step: tuple[StepTables, torch.Tensor, int], bas
     assert StepTables.body(header).shape == body.shape
     got = StepTables.unpack(header, body)
     assert got.extends == sent.extends
-    for mine, theirs in zip(sent[1:], got[1:], strict=True):
+    for mine, theirs in zip(sent[1:-1], got[1:-1], strict=True):
+        assert torch.equal(mine, theirs)
+    assert (got.states is None) == (sent.states is None)
+    for mine, theirs in zip(sent.states or (), got.states or (), strict=True):
         assert torch.equal(mine, theirs)
     for row, length, slots in zip(table, got.lengths, got.table(page, base), strict=True):
         assert torch.equal(slots, row[:length] + base)
@@ -77,7 +86,15 @@ def test_a_page_takes_one_number() -> None:
     assert tables.pages.tolist() == [0, 16, 32]
 
 
-@pytest.mark.parametrize("header", [[1, 0, 0, 0], [1, 3, 2, 9], [0, 2, 2, 1], [0, -1, 2, 1]])
+@pytest.mark.parametrize(
+    "header",
+    [
+        [1, 0, 0, 0, 0, 0],
+        [1, 3, 2, 9, 0, 0],
+        [0, 2, 2, 1, 0, 0],
+        [0, 2, 2, 2, 1, -1],
+    ],
+)
 def test_a_step_that_no_rank_has_is_noticed(header: list[int]) -> None:
     with pytest.raises(ValueError, match="a step of"):
         StepTables.body(torch.tensor(header))
