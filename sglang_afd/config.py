@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from sglang_afd.emulation import Emulation
-from sglang_afd.topology import MOST_RANKS, Role, Topology
+from sglang_afd.topology import MOST_RANKS, Mode, Role, Topology
 
 ENV = "SGLANG_AFD_CONFIG"
 START_BY_ENV = "SGLANG_AFD_START_BY"
@@ -38,7 +38,9 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     attention_ranks: int
     """A: attention DP ranks."""
     ffn_ranks: int
-    """F: FFN DP ranks."""
+    """F: FFN DP ranks; in CAD mode M: model ranks, which run the experts too."""
+    mode: Mode = Mode.AFD
+    """Where layers are cut in two."""
     attention_tp: int = 1
     """t: world ranks of every DP rank (attention tensor parallelism)."""
     transport: str = "gloo"
@@ -124,7 +126,7 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     @property
     def topology(self) -> Topology:
         """The layout of the ranks that there are."""
-        return Topology(self.attention_ranks, self.ffn_ranks, self.attention_tp)
+        return Topology(self.attention_ranks, self.ffn_ranks, self.attention_tp, self.mode)
 
     @property
     def emulation(self) -> Emulation:
@@ -133,6 +135,7 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             self.emulated_attention_ranks or self.attention_ranks,
             self.emulated_ffn_ranks or self.ffn_ranks,
             self.attention_tp,
+            self.mode,
         )
         return Emulation(self.topology, whole)
 

@@ -19,7 +19,13 @@ from sglang_afd.families.family import FusedExperts
 from sglang_afd.lanes import StepsInFlight
 from sglang_afd.observe.stages import DeviceClock, HostClock, Stage, StepTimer
 from sglang_afd.placement import Placement, in_order
-from sglang_afd.topology import Role, Topology
+from sglang_afd.topology import Mode, Role, Topology
+
+_OWN_WORK = {
+    Role.ATTENTION: Stage.ATTENTION,
+    Role.FFN: Stage.EXPERTS,
+    Role.MODEL: Stage.MODEL,
+}
 
 
 @dataclass
@@ -61,9 +67,9 @@ class RankContext:
         )
         ffn = self.role is Role.FFN
         self.timer = StepTimer(
-            Stage.EXPERTS if ffn else Stage.ATTENTION,
+            _OWN_WORK[self.role],
             DeviceClock if torch.cuda.is_available() else HostClock,
-            rank=None if ffn else self.rank,
+            rank=self.rank if self.leads else None,
             experts=len(self.own_slots) if ffn else 0,
             sources=1 + len(self.config.emulation.emulated_by(0)) if ffn else 1,
         )
@@ -77,6 +83,11 @@ class RankContext:
     def role(self) -> Role:
         """This rank's role."""
         return self.topology.role_of(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank holds requests; else it serves those that do, layer by layer."""
+        return self.topology.leads(self.rank)
 
     @property
     def name(self) -> str:
@@ -114,6 +125,8 @@ class RankContext:
         """Whether this rank's role reads the checkpoint tensor `name`."""
         if name.startswith(self.family.unread):
             return False
+        if self.config.mode is Mode.CAD:
+            return self.leads or name.endswith(self.family.recurrent)
         tensor = self.family.expert_tensor(name)
         if self.role is Role.ATTENTION:
             return tensor is None and self.family.experts.read_fused(name) is None

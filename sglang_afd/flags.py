@@ -10,11 +10,12 @@ from sglang_afd.addresses import is_local, parse_address
 from sglang_afd.command_line import int_value, last_value, values
 from sglang_afd.config import MOST_LANES, MOST_ROWS, TRANSPORTS, AfdConfig, ConfigError
 from sglang_afd.speculation import asked, rows_needed
-from sglang_afd.topology import Role
+from sglang_afd.topology import Mode, Role
 
 _DP_RANKS = "DP ranks are --afd-attention-ranks + --afd-ffn-ranks"
 _WORLD = "the world is (--afd-attention-ranks + --afd-ffn-ranks) x --afd-attention-tp"
 _ROWS = "--afd-transport says how rows travel"
+_OTHERS = {Mode.AFD: "--afd-ffn-ranks", Mode.CAD: "--afd-model-ranks"}
 RETRY, FAIL = "retry", "fail"
 FFN_PORT = 30001
 """Where an FFN command answers /health unless ``--port`` says.  SGLang's default, 30000, is where
@@ -51,6 +52,8 @@ GRAPH_TRANSPORTS = ("nvlink",)
 """Transports whose decode rounds CUDA graphs can hold: those with `Transport.graphs`."""
 DEFAULT_ROWS = 128
 """T, unless --afd-max-tokens-per-rank says."""
+DEFAULT_BLOCK = 4096
+"""P, unless --afd-prefill-block says."""
 GRAPH_SIZES = ("--cuda-graph-max-bs-decode", "--cuda-graph-bs-decode")
 """SGLang's flags for the batch sizes that have a graph."""
 
@@ -72,6 +75,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--afd-attention-ranks", type=int, metavar="A", help="DP ranks with requests and attention"
+    )
+    group.add_argument(
+        "--afd-mode",
+        default=Mode.AFD.value,
+        choices=[mode.value for mode in Mode],
+        help="afd: experts on FFN ranks; cad: KV cache and core attention alone on the attention "
+        "ranks, all else on model ranks (see docs/cad.md; on CPUs so far) (default: %(default)s)",
+    )
+    group.add_argument(
+        "--afd-model-ranks",
+        type=int,
+        metavar="M",
+        help="with --afd-mode cad, in place of --afd-ffn-ranks: DP ranks with requests and all of "
+        "the model but attention",
     )
     group.add_argument(
         "--afd-ffn-ranks", type=int, metavar="F", help="DP ranks with the experts, and nothing else"
@@ -100,7 +117,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--afd-prefill-block",
         type=int,
-        default=4096,
+        default=DEFAULT_BLOCK,
         metavar="P",
         help="rows of prefills that go in one exchange, of all ranks together; smaller blocks read "
         "the experts more often, larger ones take more memory; deepep has none and sends slices "
@@ -290,18 +307,21 @@ def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Comma
     unknown = [arg for arg in rest if arg.startswith("--afd-")]
     if unknown:
         raise ConfigError(f"unknown flag {unknown[0]}; see --help for the --afd-* flags")
-    if known.afd_attention_ranks is None and known.afd_ffn_ranks is None:
+    mode = Mode(known.afd_mode)
+    others = _other_ranks(known, mode)
+    if known.afd_attention_ranks is None and others is None:
         given = [arg for arg in argv if arg.startswith("--afd-")]
         if given:
             raise ConfigError(
                 f"{given[0]} needs a deployment: give --afd-attention-ranks and --afd-ffn-ranks"
             )
         return Command(None, rest)
-    if known.afd_attention_ranks is None or known.afd_ffn_ranks is None:
-        raise ConfigError("give both --afd-attention-ranks and --afd-ffn-ranks")
+    if known.afd_attention_ranks is None or others is None:
+        raise ConfigError(f"give both --afd-attention-ranks and {_OTHERS[mode]}")
     config = AfdConfig(
         attention_ranks=known.afd_attention_ranks,
-        ffn_ranks=known.afd_ffn_ranks,
+        ffn_ranks=others,
+        mode=mode,
         attention_tp=known.afd_attention_tp,
         transport=transport if known.afd_transport == "auto" else known.afd_transport,
         max_tokens_per_rank=_rows(known, rest),
@@ -322,6 +342,17 @@ def parse(argv: Sequence[str], *, transport: str, on_cpu: bool = False) -> Comma
     _refuse_owned(rest)
     _check_commands(config, rest)
     return Command(config, [*rest, *_sglang_flags(config, rest, on_cpu)])
+
+
+def _other_ranks(known: argparse.Namespace, mode: Mode) -> int | None:
+    """The count that the mode has beside attention ranks; None: it is not given."""
+    other = Mode.AFD if mode is Mode.CAD else Mode.CAD
+    counts = {Mode.AFD: known.afd_ffn_ranks, Mode.CAD: known.afd_model_ranks}
+    if counts[other] is not None:
+        raise ConfigError(
+            f"{_OTHERS[other]} does not go with --afd-mode {mode.value}; give {_OTHERS[mode]}"
+        )
+    return counts[mode]
 
 
 def _rows(known: argparse.Namespace, args: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ from shutil import which
 
 from sglang_afd import accuracy_gate, model_gate, transport_gate
 from sglang_afd.addresses import is_local, is_port, parse_address, port_problem, resolve_problem
+from sglang_afd.cad import gate as cad_gate
 from sglang_afd.command_line import int_value, last_value, values
 from sglang_afd.config import AfdConfig, ConfigError
 from sglang_afd.facts import Facts, Refusal
@@ -24,7 +25,7 @@ from sglang_afd.placement import PlacementError, read
 from sglang_afd.plan.advice import advise
 from sglang_afd.platform.defaults import environment_problem
 from sglang_afd.spec import gate as spec_gate
-from sglang_afd.topology import Role, TopologyError
+from sglang_afd.topology import Mode, Role, TopologyError
 from sglang_afd.upstream.ports import Port, first_command_ports, one_command_ports
 
 MOST_CPU_RANKS = 64
@@ -85,10 +86,19 @@ def unforeseen(gate: str, error: Exception) -> Refusal:
     )
 
 
+def _model(facts: Facts) -> Iterator[Refusal]:
+    yield from model_gate.refusals(facts)
+    if facts.config.mode is Mode.CAD and facts.moe is not None:
+        yield from cad_gate.model(facts)
+
+
 def _topology(facts: Facts) -> Iterator[Refusal]:
     yield from _devices(facts)
     moe, topology = facts.moe, facts.config.topology
     if moe is None:
+        return
+    if facts.config.mode is Mode.CAD:
+        yield from cad_gate.topology(facts)
         return
     try:
         facts.config.emulation.whole.experts_per_rank(
@@ -167,6 +177,8 @@ def _cpu(facts: Facts) -> Iterator[Refusal]:
 
 def _topology_summary(facts: Facts) -> str:
     topology, moe = facts.config.topology, facts.moe
+    if facts.config.mode is Mode.CAD:
+        return cad_gate.topology_summary(facts)
     text = (
         f"{topology.attention_ranks} attention and {topology.ffn_ranks} FFN DP ranks of "
         f"{topology.attention_tp}, {len(facts.config.local_ranks())} of "
@@ -205,6 +217,8 @@ def _execution(facts: Facts) -> Iterator[Refusal]:
                     "leave one of the two out",
                 )
     yield from spec_gate.execution_refusals(facts)
+    if facts.config.mode is Mode.CAD:
+        yield from cad_gate.execution(facts)
 
 
 def _execution_summary(facts: Facts) -> str:
@@ -269,7 +283,7 @@ def _addresses_summary(facts: Facts) -> str:
 
 
 GATES: tuple[Gate, ...] = (
-    Gate("model", model_gate.refusals, model_gate.summary),
+    Gate("model", _model, model_gate.summary),
     Gate("topology", _topology, _topology_summary),
     Gate("transport", transport_gate.refusals, transport_gate.summary),
     Gate("execution mode", _execution, _execution_summary),

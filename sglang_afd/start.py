@@ -23,7 +23,7 @@ from sglang_afd.flags import NSYS, VALIDATION, Command, add_flags, parse, placem
 from sglang_afd.gate import Finding, findings
 from sglang_afd.machine import this_machine
 from sglang_afd.plugin import CPU_ENV
-from sglang_afd.topology import TopologyError
+from sglang_afd.topology import OTHER_ROLE, TopologyError
 
 _PURPOSES = {
     "launch_server": "SGLang's server with attention-FFN disaggregation.",
@@ -87,8 +87,9 @@ def resolve(argv: Sequence[str], *, program: str) -> Command:
     if facts is not None:
         pass_gates(facts, program)
         print(
-            f"{program}: AFD with {facts.config.attention_ranks} attention and "
-            f"{facts.config.ffn_ranks} FFN ranks; rows travel over {facts.config.transport} "
+            f"{program}: {facts.config.mode.value.upper()} with {facts.config.attention_ranks} "
+            f"attention and {facts.config.ffn_ranks} {OTHER_ROLE[facts.config.mode]} ranks; rows "
+            f"travel over {facts.config.transport} "
             f"({facts.why_transport})",
             flush=True,
         )

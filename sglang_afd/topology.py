@@ -1,8 +1,10 @@
 """Which world rank plays which role, and which FFN rank owns which expert.
 
-Attention and FFN ranks are ranks of one world.  Counts are data-parallel (DP) ranks, each of
-`attention_tp` world ranks: world ranks ``0 .. A*t-1`` are attention ranks (A), the last ``F*t`` are
-FFN ranks (F).  Every F world rank owns a contiguous, equal slice of the experts.
+All ranks are of one world.  Counts are data-parallel (DP) ranks, each of `attention_tp` world
+ranks.  The first world ranks *lead*: they hold the requests; the others *serve* them, layer by
+layer.  In AFD mode attention ranks (A) lead and FFN ranks (F) serve, each of which owns a
+contiguous, equal slice of the experts.  In CAD mode model ranks (M) lead, which hold all but the KV
+cache and attention, and attention ranks serve.
 """
 
 from __future__ import annotations
@@ -14,11 +16,29 @@ MOST_RANKS = 4096
 """Of each count: more than any deployment has, and few enough to count with."""
 
 
+class Mode(Enum):
+    """Where a layer is cut in two."""
+
+    AFD = "afd"
+    """Around the routed experts."""
+    CAD = "cad"
+    """Around core attention: KV cache and attention on ranks of their own."""
+
+
 class Role(Enum):
-    """What a rank holds: requests, KV cache and attention, or experts."""
+    """What a rank holds: attention (AFD: all but the experts; CAD: only its KV cache), experts, or
+    (CAD) all but attention."""
 
     ATTENTION = "attention"
     FFN = "ffn"
+    MODEL = "model"
+
+
+_NAMES = {Role.ATTENTION: "attention", Role.FFN: "FFN", Role.MODEL: "model"}
+
+
+OTHER_ROLE = {Mode.AFD: "FFN", Mode.CAD: "model"}
+"""How messages call the ranks that are not attention ranks."""
 
 
 class TopologyError(ValueError):
@@ -31,11 +51,15 @@ class Topology:
 
     attention_ranks: int
     ffn_ranks: int
+    """In CAD mode the model ranks, which run the experts too."""
     attention_tp: int = 1
+    mode: Mode = Mode.AFD
 
     def __post_init__(self) -> None:
         for name in ("attention_ranks", "ffn_ranks", "attention_tp"):
             flag = "--afd-" + name.replace("_", "-")
+            if self.mode is Mode.CAD:
+                flag = flag.replace("ffn", "model")
             if getattr(self, name) < 1:
                 raise TopologyError(f"{flag} is {getattr(self, name)}; it must be at least 1")
             if getattr(self, name) > MOST_RANKS:
@@ -54,14 +78,38 @@ class Topology:
         return self.dp_size * self.attention_tp
 
     @property
+    def leading_ranks(self) -> int:
+        """DP ranks that hold requests: the first ones."""
+        return self.attention_ranks if self.mode is Mode.AFD else self.ffn_ranks
+
+    @property
+    def leading_world(self) -> range:
+        """World ranks of the role that holds requests: the first ones."""
+        return range(self.leading_ranks * self.attention_tp)
+
+    @property
+    def serving_world(self) -> range:
+        """World ranks of the role that serves them: the last ones."""
+        return range(self.leading_ranks * self.attention_tp, self.world_size)
+
+    @property
+    def serving_name(self) -> str:
+        """How messages call ranks that serve."""
+        return _NAMES[self.role_of(self.world_size - 1)]
+
+    @property
     def attention_world(self) -> range:
         """World ranks of the attention role."""
-        return range(self.attention_ranks * self.attention_tp)
+        return self.leading_world if self.mode is Mode.AFD else self.serving_world
 
     @property
     def ffn_world(self) -> range:
-        """World ranks of the FFN role: the last ones."""
-        return range(self.attention_ranks * self.attention_tp, self.world_size)
+        """World ranks that own experts: FFN ranks, or (CAD) model ranks."""
+        return self.serving_world if self.mode is Mode.AFD else self.leading_world
+
+    def leads(self, rank: int) -> bool:
+        """Whether a world rank holds requests."""
+        return rank in self.leading_world
 
     def role_of(self, rank: int) -> Role:
         """The role of a world rank.
@@ -71,7 +119,9 @@ class Topology:
         """
         if not 0 <= rank < self.world_size:
             raise TopologyError(f"rank {rank} is outside the world of {self.world_size} ranks")
-        return Role.ATTENTION if rank in self.attention_world else Role.FFN
+        if rank in self.attention_world:
+            return Role.ATTENTION
+        return Role.FFN if self.mode is Mode.AFD else Role.MODEL
 
     def dp_rank_of(self, rank: int) -> int:
         """The DP rank a world rank belongs to."""
@@ -85,10 +135,10 @@ class Topology:
         Raises:
             TopologyError: there is no such rank.
         """
-        role = "attention" if self.role_of(rank) is Role.ATTENTION else "FFN"
+        role = _NAMES[self.role_of(rank)]
         number, place = divmod(rank, self.attention_tp)
-        if role == "FFN":
-            number -= self.attention_ranks
+        if not self.leads(rank):
+            number -= self.leading_ranks
         inside = f".{place}" if self.attention_tp > 1 else ""
         return f"{role} rank {number}{inside} (world rank {rank})"
 

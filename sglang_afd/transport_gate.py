@@ -11,7 +11,7 @@ from sglang_afd.families import MoeFacts
 from sglang_afd.flags import EXPERT_RUNNERS, GPU_LANE_MODELS, GPU_LANES, GRAPH_SIZES
 from sglang_afd.observe.holdings import size
 from sglang_afd.speculation import asked
-from sglang_afd.topology import Role
+from sglang_afd.topology import Mode, Role
 from sglang_afd.transports import estimate
 
 DEEPEP_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -42,6 +42,8 @@ def refusals(facts: Facts) -> Iterator[Refusal]:
 def summary(facts: Facts) -> str:
     """The transport, its rows and what it holds."""
     config = facts.config
+    if config.mode is Mode.CAD:
+        return f"{config.transport} ({facts.why_transport}), all rows of a step in one exchange"
     text = (
         f"{config.transport} ({facts.why_transport}), {config.max_tokens_per_rank} rows a rank and "
         f"exchange in decode, "

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_afd.config import AfdConfig
-from sglang_afd.dispatch.buffers import ESTIMATES, Buffers, Rows
+from sglang_afd.dispatch.buffers import ESTIMATES, Buffers, Held, Rows
 from sglang_afd.families import MoeFacts
+from sglang_afd.topology import Mode
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,8 @@ def estimate(config: AfdConfig, facts: MoeFacts, *, itemsize: int, fp8: bool) ->
         itemsize: bytes of one element of the model's rows.
         fp8: the experts are FP8.
     """
+    if config.mode is Mode.CAD:  # on CPUs alone: nothing is kept, and memory is not sized by it
+        return Buffers(Held(0, 0), Held(0, 0))
     rows = Rows(
         num_experts=facts.num_experts + config.expert_replicas,
         hidden_size=facts.hidden_size,

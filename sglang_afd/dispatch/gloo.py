@@ -13,21 +13,20 @@ it; what comes back for them is thrown away.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from itertools import cycle
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from sglang_afd.dispatch.draws import draw
+from sglang_afd.dispatch.messages import Messages
 from sglang_afd.dispatch.step_plan import Caps, Path, Round
-from sglang_afd.dispatch.transport import ExchangeError, RoutedRows, RowBatch, nothing
+from sglang_afd.dispatch.transport import RoutedRows, RowBatch, nothing
 from sglang_afd.emulation import Emulation
 from sglang_afd.kernels.exchange_reference import drawn_ids, local_ids, reduce_places
 from sglang_afd.topology import Topology
 
-_RETRY_HINT = "check that the peer is alive (its log names the cause) and restart the deployment"
+_BACK = "returning rows to"
 
 
 class _Sent(NamedTuple):
@@ -77,17 +76,13 @@ class GlooTransport:
         self._emulation = emulation = emulation or Emulation.none(topology)
         self.caps = caps
         self._topology = topology
-        self._rank = rank
         self._per_rank = emulation.whole.experts_per_rank(num_experts)
         self._hidden_size, self._top_k, self._dtype = hidden_size, top_k, dtype
-        self._timeout = timeout
         self._draws: Iterator[torch.Tensor] | None = None
         if rank in topology.attention_world and emulation.emulated_by(rank):
             draws = draw(emulation, rank, cap=caps.decode, num_experts=num_experts, top_k=top_k)
             self._draws = cycle(draws)
-        self._group = dist.new_group(
-            list(range(topology.world_size)), backend="gloo", timeout=timedelta(seconds=timeout)
-        )
+        self._messages = Messages(topology, rank, timeout)
 
     def load(self) -> None:
         """See `Transport.load`: joining the group has connected the peers."""
@@ -111,12 +106,11 @@ class GlooTransport:
                     local = local_ids(ids, index, self._per_rank)
                     routing = torch.cat([local, weights.contiguous().view(torch.int32)], dim=1)
                     picks[peer] = (local >= 0).any(dim=1).nonzero().flatten()
-                    pending.append(self._send(routing, peer))
+                    pending.append(self._messages.send(routing, peer))
                     if picks[peer].numel():
-                        pending.append(self._send(hidden[picks[peer]], peer))
-        for message, work, peer in pending:
-            self._wait(work, peer, "sending rows to")
-            del message
+                        pending.append(self._messages.send(hidden[picks[peer]], peer))
+        for sending in pending:
+            self._messages.wait(sending)
         own_sent()
         return _Sent(picked, rows.hidden)
 
@@ -127,7 +121,7 @@ class GlooTransport:
             for peer, rows in picks.items():
                 if rows.numel():
                     part = torch.empty(rows.numel(), self._hidden_size, dtype=self._dtype)
-                    self._recv(part, peer)
+                    self._messages.receive(part, peer)
                     if source == 0:
                         total.index_add_(0, rows, part.float())
         return total.to(dtype=handle.like.dtype, device=handle.like.device)
@@ -142,12 +136,12 @@ class GlooTransport:
             if not count:
                 continue
             routing = torch.empty(count, 2 * self._top_k, dtype=torch.int32)
-            self._recv(routing, peer)
+            self._messages.receive(routing, peer)
             here = (routing[:, : self._top_k] >= 0).any(dim=1)
             routing = routing[here]
             block = torch.empty(routing.shape[0], self._hidden_size, dtype=self._dtype)
             if routing.shape[0]:
-                self._recv(block, peer)
+                self._messages.receive(block, peer)
             hidden.append(block)
             ids.append(routing[:, : self._top_k])
             weights.append(routing[:, self._top_k :].contiguous().view(torch.float32))
@@ -165,12 +159,12 @@ class GlooTransport:
         rows = reduce_places(output, ids, weights).cpu().to(self._dtype)
         blocks = rows.split([count for _, count in handle.sources])
         pending = [
-            self._send(block.contiguous(), peer)
+            self._messages.send(block.contiguous(), peer, _BACK)
             for (peer, count), block in zip(handle.sources, blocks, strict=True)
             if count
         ]
-        for _, work, peer in pending:
-            self._wait(work, peer, "returning rows to")
+        for sending in pending:
+            self._messages.wait(sending, _BACK)
 
     def samples(self) -> list[RowBatch]:
         """One row, of the first expert."""
@@ -182,33 +176,3 @@ class GlooTransport:
     def failure(self, error: Exception) -> str | None:
         """None: every wait names its peer itself."""
         return None
-
-    def _send(self, tensor: torch.Tensor, peer: int) -> tuple[torch.Tensor, dist.Work, int]:
-        try:
-            return tensor, dist.isend(_as_bytes(tensor), peer, group=self._group), peer
-        except RuntimeError as error:
-            raise self._failure("sending rows to", peer, error) from error
-
-    def _recv(self, into: torch.Tensor, peer: int) -> None:
-        try:
-            dist.recv(_as_bytes(into), peer, group=self._group)
-        except RuntimeError as error:
-            raise self._failure("waiting for rows of", peer, error) from error
-
-    def _wait(self, work: dist.Work, peer: int, doing: str) -> None:
-        try:
-            work.wait(timedelta(seconds=self._timeout))
-        except RuntimeError as error:
-            raise self._failure(doing, peer, error) from error
-
-    def _failure(self, doing: str, peer: int, error: RuntimeError) -> ExchangeError:
-        return ExchangeError(
-            f"{self._topology.name_of(self._rank)} failed {doing} "
-            f"{self._topology.name_of(peer)} within {self._timeout:g} s "
-            f"(--afd-exchange-timeout): {error}; {_RETRY_HINT}"
-        )
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a contiguous tensor that any gloo build can send, whatever its dtype."""
-    return tensor.contiguous().view(torch.uint8)

@@ -101,7 +101,8 @@ class StepPlan:
     kinds: tuple[StepKind, ...]
     """What each world rank does."""
     rows: tuple[int, ...]
-    """Rows that each world rank sends into every MoE layer; 0 for F ranks."""
+    """Rows that each world rank sends into every MoE layer (CAD: into attention); 0 for ranks that
+    serve."""
     caps: Caps
     lane: int = 0
     """Whose turn it is; all ranks take the lanes in one order."""
@@ -146,8 +147,8 @@ class StepPlan:
 
         Raises:
             PlanMismatch: this rank's step id, lane or configuration hash is not every DP rank's,
-                its rows are not its DP rank's, an F rank announces rows, or what was gathered is
-                not a row of each DP rank, with values that a row can have.
+                its rows are not its DP rank's, a rank that serves announces rows, or what was
+                gathered is not a row of each DP rank, with values that a row can have.
         """
         name = topology.name_of(rank)
         if len(gathered) != topology.dp_size or {len(row) for row in gathered} != {PLAN_WIDTH}:
@@ -180,10 +181,11 @@ class StepPlan:
                     f"{peer} announced {problem} in step {part.step_id}, which no rank sends; "
                     f"restart the deployment"
                 )
-            if part.rows and dp_rank >= topology.attention_ranks:
+            if part.rows and dp_rank >= topology.leading_ranks:
                 raise PlanMismatch(
                     f"{peer} announced {part.rows} rows of its own in step {part.step_id}, but an "
-                    f"FFN rank must never hold requests; restart the deployment"
+                    f"{topology.serving_name} rank must never hold requests; restart the "
+                    f"deployment"
                 )
         announced = parts[topology.dp_rank_of(rank)]
         if own.rows != announced.rows:

@@ -107,6 +107,9 @@ class Family:
     """What has run on GPUs."""
     wrapped: bool = False
     """Its checkpoints are more than a language model, which is served alone."""
+    recurrent: tuple[str, ...] = ()
+    """How the names of tensors end that a layer's recurrence reads, beside its rows; in CAD mode
+    attention ranks read them."""
     unread: tuple[str, ...] = ()
     """How the names of tensors begin that no rank reads."""
     dtypes: str = "FP32, BF16; on CUDA FP8 in 128 x 128 blocks"

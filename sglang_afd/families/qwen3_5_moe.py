@@ -111,5 +111,6 @@ FAMILY = Family(
     tensors=partial(tensors, names=_EXPERTS),
     cpu="FP32: 1A1F, 2A1F, 2A2F, 1A1F with attention TP 2",
     gpu="not run",
+    recurrent=("linear_attn.conv1d.weight", "linear_attn.A_log", "linear_attn.dt_bias"),
     unread=("mtp.",),
 )

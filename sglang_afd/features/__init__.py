@@ -27,6 +27,7 @@ __all__ = [
     "Asked",
     "Feature",
     "Switch",
+    "asked_of",
     "document",
     "refused",
     "refused_request",
@@ -67,13 +68,10 @@ def refused(args: Sequence[str], environment: Mapping[str, str]) -> Iterator[Ask
     """
     args, ambiguous = _without_ambiguous(args)
     yield from ambiguous
+    yield from asked_of(args, served=False)
     for feature in FEATURES:
         if feature.served:
             continue
-        for switch in feature.switches:
-            for value in values(args, switch.flag, *switch.aliases):
-                if switch.turned_on_by(value):
-                    yield Asked(feature, " ".join(filter(None, (switch.flag, value))))
         for flag in SETTINGS.get(feature.name, ()):
             if values(args, flag):
                 yield Asked(feature, flag)
@@ -82,6 +80,17 @@ def refused(args: Sequence[str], environment: Mapping[str, str]) -> Iterator[Ask
                 yield Asked(feature, f"{name}={environment[name]}")
     for flag in _unknown(args):
         yield Asked(UNKNOWN, flag)
+
+
+def asked_of(args: Sequence[str], *, served: bool) -> Iterator[Asked]:
+    """The features, all served or all refused, that SGLang's arguments `args` turn on by a flag."""
+    for feature in FEATURES:
+        if feature.served is not served:
+            continue
+        for switch in feature.switches:
+            for value in values(args, switch.flag, *switch.aliases):
+                if switch.turned_on_by(value):
+                    yield Asked(feature, " ".join(filter(None, (switch.flag, value))))
 
 
 def _without_ambiguous(args: Sequence[str]) -> tuple[list[str], list[Asked]]:

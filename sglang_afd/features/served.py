@@ -105,6 +105,12 @@ SERVED: tuple[Feature, ...] = (
         requests=("/pause_generation", "/continue_generation"),
     ),
     served(
+        "Core-attention disaggregation (--afd-mode cad)",
+        "integration/test_cad.py::test_each_role_holds_its_part",
+        limit="docs/cad.md: Qwen3-MoE on CPUs; what of this table goes with it is a list in "
+        "sglang_afd/features/cad.py, and the rest is refused",
+    ),
+    served(
         "Redundant and placed experts (--afd-expert-replicas, --afd-expert-placement)",
         "integration/test_expert_replicas.py::test_experts_with_several_slots",
         limit="docs/operating.md: by a file, or by POST /afd/experts while it runs, then "

@@ -1,7 +1,8 @@
 """The stages of a step on one rank: when it computed, sent, and waited for the other role.
 
 A step of an A rank is attention (all that the model does outside of its experts), dispatch and
-combine; one of an F rank is receive, experts and reply.  The exchange's stages are marked as they
+combine; one of an F rank is receive, experts and reply.  In CAD mode model ranks dispatch and
+combine, and attention ranks receive and reply.  The exchange's stages are marked as they
 begin and end; what lies between them is the role's own work.  A decode round that is replayed from
 a CUDA graph passes no mark: where its kernels leave `Stamps`, those tell its stages.  With
 speculation an A rank's step verifies, and beside it the rank drafts before, then samples and lets
@@ -27,6 +28,8 @@ class Stage(StrEnum):
     """What a rank does in a part of its step."""
 
     ATTENTION = "attention"
+    MODEL = "model"
+    """Of a model rank: all that is not attention."""
     DISPATCH = "dispatch"
     COMBINE = "combine"
     """A: waiting for F's rows, and summing them."""

@@ -13,6 +13,7 @@ from sglang_afd.observe.trace import BadTrace, RankTrace, Trace, TracedStep
 _SHADES = {
     Stage.ATTENTION: ("0.25", ""),
     Stage.EXPERTS: ("0.25", ""),
+    Stage.MODEL: ("0.25", ""),
     Stage.DISPATCH: ("0.8", "///"),
     Stage.REPLY: ("0.8", "///"),
     Stage.COMBINE: ("0.97", "..."),

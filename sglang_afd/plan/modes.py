@@ -62,8 +62,8 @@ def missing(shape: ModelShape, *, lanes: int, width: int, kind: str, transport: 
     found = []
     if shape.architecture not in FAMILIES:
         found.append(f"{shape.architecture} under AFD")
-    if kind == "cad":
-        found.append("core-attention disaggregation")
+    if kind == "cad" and transport != "gloo":
+        found.append("core-attention disaggregation on GPUs")
     if transport not in ("nvlink", "deepep", "gloo"):
         found.append(f"the {transport} transport")
     mode = contract("sync" if lanes == 1 else "async", transport=transport)

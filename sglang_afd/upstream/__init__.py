@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_afd.config import AfdConfig
+from sglang_afd.topology import Mode
 
 if TYPE_CHECKING:
     from sglang_afd.upstream.hooks import Hook
@@ -16,6 +17,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
     from sglang_afd.upstream import (
         arguments,
         attention_splits,
+        cad_ranks,
         ending,
         endpoints,
         expert_layers,
@@ -51,7 +53,7 @@ def all_hooks(config: AfdConfig) -> tuple[Hook, ...]:
         *routing.hooks(config),
         *loads.hooks(config),
         *peers.hooks(config),
-        *ranks.hooks(config),
+        *(ranks if config.mode is Mode.AFD else cad_ranks).hooks(config),
         *step_sync.HOOKS,
         *expert_layers.HOOKS,
         *graphs.HOOKS,

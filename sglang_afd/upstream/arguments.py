@@ -13,7 +13,7 @@ _DP_ATTENTION_CONSERVATIVENESS = 0.3  # the factor SGLang applies when attention
 
 def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     """Hooks of the process that resolves the server arguments."""
-    attention, total = config.attention_ranks, config.topology.dp_size
+    attention, total = config.topology.leading_ranks, config.topology.dp_size
 
     def divide_over_attention_ranks(original: Callable[[Any], None], server_args: Any) -> None:
         from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view

@@ -18,9 +18,9 @@ from sglang_afd.attention.slots import SlotChoice
 from sglang_afd.context import current
 from sglang_afd.dispatch.transport import MaskedBatch, RowBatch
 from sglang_afd.families import ExpertTensor
-from sglang_afd.topology import Role
+from sglang_afd.topology import Mode, Role
 from sglang_afd.upstream.hooks import Hook, Kind
-from sglang_afd.upstream.shadow import parallel_view
+from sglang_afd.upstream.shadow import ALONE, parallel_view
 
 _exchange: AttentionExchange | None = None
 
@@ -90,8 +90,7 @@ class ExpertModel(nn.Module):
         self.config, self.quant_config = config, quant_config
         self.start_layer = 0
         self.end_layer = getattr(config, "text_config", config).num_hidden_layers
-        alone = {"moe_ep_size": 1, "moe_ep_rank": 0, "moe_tp_size": 1, "moe_tp_rank": 0}
-        with parallel_view(module, **alone):
+        with parallel_view(module, **ALONE):
             self.layers = nn.ModuleDict(
                 {
                     str(layer): module.FusedMoE(
@@ -247,7 +246,9 @@ def _locate_over_ffn_ranks(
     from sglang.srt.eplb import expert_location as module
 
     # SGLang's map knows no slots of ours, and wants experts that divide over its ranks.
-    ranks = 1 if current().config.expert_replicas else len(current().topology.ffn_world)
+    config = current().config
+    whole = config.mode is Mode.CAD or config.expert_replicas
+    ranks = 1 if whole else len(current().topology.ffn_world)
     with parallel_view(module, ep_size=ranks):
         return original(model_config=model_config, moe_ep_rank=0)
 

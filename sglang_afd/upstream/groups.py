@@ -10,13 +10,13 @@ _attention_group: Any = None
 
 
 def make_attention_group() -> None:
-    """Create the CPU group of the A ranks: a collective call of all world ranks."""
+    """Create the CPU group of the ranks that hold requests: a collective call of all ranks."""
     import torch.distributed as dist
 
     global _attention_group
-    _attention_group = dist.new_group(list(current().topology.attention_world), backend="gloo")
+    _attention_group = dist.new_group(list(current().topology.leading_world), backend="gloo")
 
 
 def attention_group() -> Any:
-    """The CPU group of the A ranks."""
+    """The CPU group of the A ranks (CAD: the model ranks)."""
     return _attention_group

@@ -12,7 +12,7 @@ import torch
 
 from sglang_afd.context import current
 from sglang_afd.observe.holdings import Holdings, table
-from sglang_afd.topology import Role
+from sglang_afd.topology import Mode, Role
 from sglang_afd.transports import estimate
 from sglang_afd.upstream.gather import gather
 from sglang_afd.upstream.hooks import Hook, Kind
@@ -119,18 +119,21 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
         itemsize=scheduler.model_config.dtype.itemsize,
         fp8=scheduler.model_config.quantization == "fp8",
     )
-    attention = context.role is Role.ATTENTION
+    ffn, holds_kv = context.role is Role.FFN, context.role is Role.ATTENTION
+    cad = context.config.mode is Mode.CAD
     drafts = scheduler.draft_worker._draft_model_runners() if scheduler.draft_worker else ()
     sizes: dict[str, float] = runner.graph_memory_usage or {}  # SGLang's graphs, GiB
-    held = buffers.attention if attention else buffers.ffn
+    held = buffers.attention if holds_kv else buffers.ffn
     mine = Holdings(
         rank=context.name,
         role=context.role.value,
-        experts=0 if attention else len(context.own_slots),
+        experts=len(context.own_slots)
+        if ffn
+        else context.facts.num_experts * (cad and not holds_kv),
         parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(weight.nbytes for weight in weights),
         load_peak_bytes=_load_peak,
-        kv_tokens=int(runner.max_total_num_tokens) if attention else 0,
+        kv_tokens=int(runner.max_total_num_tokens) if holds_kv else 0,
         kv_bytes=_kv_bytes(runner.token_to_kv_pool),
         draft_bytes=sum(_own_bytes(draft.model, weights) for draft in drafts),
         draft_kv_bytes=sum(_kv_bytes(draft.token_to_kv_pool) for draft in drafts),

@@ -29,7 +29,6 @@ from typing import Any
 
 from sglang_afd.context import RankContext
 from sglang_afd.lanes import StepEnd, StepEvent, spread
-from sglang_afd.topology import Role
 from sglang_afd.upstream import quarantine
 from sglang_afd.upstream.lane_parts import LaneParts, scheduler_parts
 from sglang_afd.upstream.speculation import draft_state_of
@@ -255,7 +254,7 @@ class LaneLoop:
             batch = self._agree(None if under_way else self._next_extend())
             assert self._context.plan is not None, "every rank has just told what it does"
             self._agreed = self._context.plan.work
-            if batch is not None and under_way and self._context.role is Role.ATTENTION:
+            if batch is not None and under_way and self._context.leads:
                 # another rank's extend, whose blocks have no rows of this one: only counted
                 batch = None
                 self._scheduler.forward_ct += 1

@@ -11,7 +11,6 @@ from typing import Any
 
 from sglang_afd.config import AfdConfig, ConfigError
 from sglang_afd.context import current
-from sglang_afd.topology import Role
 from sglang_afd.upstream import lane_parts, quarantine
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.lane_loop import LaneLoop
@@ -29,7 +28,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
 
     def make_parts(_: None, runner: Any, *args: Any, **kwargs: Any) -> None:
         context = current()
-        if context.role is Role.ATTENTION and runner.device == "cuda":
+        if context.leads and runner.device == "cuda":
             runner_parts[:] = lane_parts.runner_parts(runner, context)
 
     def run(scheduler: Any) -> None:

@@ -16,10 +16,10 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         original: Callable[..., Awaitable[list[Any]]], *args: Any, **kwargs: Any
     ) -> list[Any]:
         loads = await original(*args, **kwargs)
-        return [load for load in loads if load.dp_rank < config.attention_ranks]
+        return [load for load in loads if load.dp_rank < config.topology.leading_ranks]
 
     def attention_ranks(result: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**result, "dp_size": config.attention_ranks}
+        return {**result, "dp_size": config.topology.leading_ranks}
 
     return (
         Hook(

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from sglang_afd.context import current
-from sglang_afd.topology import Role
+from sglang_afd.topology import Mode
 from sglang_afd.transports import estimate
 from sglang_afd.upstream.groups import attention_group
 from sglang_afd.upstream.hooks import Hook, Kind
@@ -19,13 +19,14 @@ _CONFIGURATOR = f"{_POOL}.KVCacheConfigurator"
 
 
 def _share_over_attention_ranks(configurator: Any, **kwargs: Any) -> None:
-    configurator.attn_dp_size = current().config.attention_ranks
+    configurator.attn_dp_size = current().topology.leading_ranks
 
 
 def _minimum_over_attention_ranks(module: str) -> Callable[..., Any]:
     """An AROUND hook: what `module` measures as the world's minimum is that of the A ranks.
 
-    F ranks, whose GPUs may be smaller and hold other weights, then measure their own alone.
+    F ranks, whose GPUs may be smaller and hold other weights, then measure their own alone; so do
+    all ranks in CAD mode, where `sglang_afd.upstream.cad_memory` compares the pools.
     """
 
     def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -35,8 +36,8 @@ def _minimum_over_attention_ranks(module: str) -> Callable[..., Any]:
         def measure_own_role(*a: Any, **k: Any) -> float:
             if k.get("distributed"):
                 context = current()
-                of_many = len(context.topology.attention_world) > 1
-                k["distributed"] = context.role is Role.ATTENTION and of_many
+                of_many = len(context.topology.leading_world) > 1
+                k["distributed"] = context.config.mode is Mode.AFD and context.leads and of_many
                 k["cpu_group"] = attention_group()
             return measure(*a, **k)
 
@@ -92,8 +93,8 @@ def _smallest_pool_on_ffn(configurator: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-@on_ffn
-def _no_kv_on_ffn(configurator: Any, *, sizes: Any, **kwargs: Any) -> Any:
+def no_kv(configurator: Any, *, sizes: Any, **kwargs: Any) -> Any:
+    """A KV pool of that size in name, with no buffers."""
     from sglang.srt.mem_cache.memory_pool import NoOpMHATokenToKVPool
 
     return NoOpMHATokenToKVPool(
@@ -154,7 +155,7 @@ HOOKS = (
     Hook(
         f"{_CONFIGURATOR}._build_token_to_kv_pool",
         Kind.AROUND,
-        _no_kv_on_ffn,
+        on_ffn(no_kv),
         "F ranks allocate no KV buffers",
     ),
     Hook(

@@ -29,11 +29,11 @@ from sglang_afd.upstream.groups import make_attention_group
 from sglang_afd.upstream.holdings import measure_buffers, measure_graphs
 from sglang_afd.upstream.hooks import Hook, Kind
 from sglang_afd.upstream.placement import placement_of
-from sglang_afd.upstream.roles import on_ffn
+from sglang_afd.upstream.roles import on_ffn, on_serving
 from sglang_afd.upstream.speculation import no_aux_rows
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
 _SCHEDULING = (
     # what both commands must be told alike; the random seed is rank 0's on every rank
@@ -46,11 +46,8 @@ _SPECULATION = (
 )
 
 
-def hooks(config: AfdConfig) -> tuple[Hook, ...]:
-    """Hooks of a scheduler process."""
-    transport: Transport
-    exchange: AttentionExchange
-    serve_plan: Callable[[StepPlan], None]
+def common_hooks(config: AfdConfig) -> tuple[Hook, ...]:
+    """Hooks of a scheduler process in either mode."""
 
     def learn_rank(_: None, scheduler: Any) -> None:
         from sglang.srt.runtime_context import (
@@ -92,6 +89,48 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
                 placement=placement,
             )
         )
+
+    @on_serving
+    def sample_nothing(runner: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64, device=runner.device)
+
+    @on_serving
+    def no_graphs(runner: Any, *args: Any, **kwargs: Any) -> None:
+        from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
+
+        # The one collective of all ranks inside what is left out here.
+        cuda_graph_setup.refresh_deep_gemm_layout_memory_budget(runner)
+        runner.eager_runner = runner.prefill_cuda_graph_runner = None
+        runner.decode_cuda_graph_runner = None
+        runner.graph_memory_usage, runner.graph_time_usage = {}, {}
+
+    return (
+        Hook(
+            f"{SCHEDULER}.init_model_config",
+            Kind.AFTER,
+            learn_rank,
+            "from here on the process knows its role and its model",
+        ),
+        Hook(
+            f"{RUNNER}.sample",
+            Kind.AROUND,
+            sample_nothing,
+            "ranks that serve have no logits to sample from",
+        ),
+        Hook(
+            f"{RUNNER}.init_cuda_graphs",
+            Kind.AROUND,
+            no_graphs,
+            "SGLang's graph runners capture a model forward, which ranks that serve have not",
+        ),
+    )
+
+
+def hooks(config: AfdConfig) -> tuple[Hook, ...]:
+    """Hooks of a scheduler process in AFD mode."""
+    transport: Transport
+    exchange: AttentionExchange
+    serve_plan: Callable[[StepPlan], None]
 
     def connect(scheduler: Any) -> None:
         nonlocal transport, exchange
@@ -185,57 +224,38 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         elif not exchange.skips():
             with exchange.step():
                 return original(runner, *args, **kwargs)
-        return _nothing_sampled(runner)
+        return nothing_sampled(runner)
 
     def replay(runner: Any, *args: Any, **kwargs: Any) -> None:
         if not runner.model_runner.is_draft_worker:
             exchange.replayed()
 
     @on_ffn
-    def sample_nothing(runner: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64, device=runner.device)
-
-    @on_ffn
-    def no_graphs_on_ffn(runner: Any, *args: Any, **kwargs: Any) -> None:
-        from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
-
-        # The one collective of all ranks inside what is left out here.
-        cuda_graph_setup.refresh_deep_gemm_layout_memory_budget(runner)
-        runner.eager_runner = runner.prefill_cuda_graph_runner = None
-        runner.decode_cuda_graph_runner = None
-        runner.graph_memory_usage, runner.graph_time_usage = {}, {}
-
-    @on_ffn
     def no_attention_on_ffn(runner: Any, *args: Any, **kwargs: Any) -> None:
         runner.attn_backend = runner.decode_attn_backend = None
 
     return (
+        *common_hooks(config),
         Hook(
-            f"{_SCHEDULER}.init_model_config",
-            Kind.AFTER,
-            learn_rank,
-            "from here on the process knows its role and its model",
-        ),
-        Hook(
-            f"{_SCHEDULER}.init_model_worker",
+            f"{SCHEDULER}.init_model_worker",
             Kind.BEFORE,
             connect,
             "all ranks agree on the configuration and join the transport before weights load",
         ),
         Hook(
-            f"{_SCHEDULER}.__init__",
+            f"{SCHEDULER}.__init__",
             Kind.AFTER,
             load_kernels,
             "a first step that compiles kernels would outlast its peers' patience",
         ),
         Hook(
-            f"{_SCHEDULER}.run_event_loop",
+            f"{SCHEDULER}.run_event_loop",
             Kind.AROUND,
             serve,
             "until here forwards were warm-ups without a peer; a lost peer is named at its end",
         ),
         Hook(
-            f"{_RUNNER}.forward",
+            f"{RUNNER}.forward",
             Kind.AROUND,
             forward_of_role,
             "a step's forward: A exchanges rows by the plan, F serves them",
@@ -248,19 +268,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             "a replayed forward exchanges without passing through Python: it is accounted for",
         ),
         Hook(
-            f"{_RUNNER}.sample",
-            Kind.AROUND,
-            sample_nothing,
-            "F ranks have no logits to sample from",
-        ),
-        Hook(
-            f"{_RUNNER}.init_cuda_graphs",
-            Kind.AROUND,
-            no_graphs_on_ffn,
-            "SGLang's graph runners capture a model forward, which F ranks have not",
-        ),
-        Hook(
-            f"{_RUNNER}.init_attention_backends",
+            f"{RUNNER}.init_attention_backends",
             Kind.AROUND,
             no_attention_on_ffn,
             "F ranks run no attention",
@@ -296,7 +304,7 @@ def verify_agreement(context: RankContext, group: Any) -> None:
             )
 
 
-def _nothing_sampled(runner: Any) -> Any:
+def nothing_sampled(runner: Any) -> Any:
     """What a forward of an idle rank returns: no rows, of logits and of what a draft reads."""
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.model_executor.model_runner import ModelRunnerOutput

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_afd.config import AfdConfig
+from sglang_afd.topology import Mode
 from sglang_afd.upstream.hooks import Hook, Kind
 
 logger = logging.getLogger(__name__)
@@ -17,7 +18,9 @@ _WATCHDOG_PERIOD_MS = 1000
 
 def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     """Hooks of the DP controller and of the tokenizer process."""
-    attention = config.attention_ranks
+    attention = config.topology.leading_ranks
+    afd = config.mode is Mode.AFD
+    leading, serving = ("attention", "experts") if afd else ("model", "attention")
 
     def deactivate_ffn_ranks(_: None, controller: Any, *args: Any, **kwargs: Any) -> None:
         for dp_rank in range(attention, len(controller.status)):
@@ -67,9 +70,9 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             wanted = getattr(request, "data_parallel_rank", None)
         if wanted is not None and wanted not in range(attention):
             raise ValueError(
-                f"DP rank {wanted} takes no requests: attention ranks are 0 to {attention - 1}"
+                f"DP rank {wanted} takes no requests: {leading} ranks are 0 to {attention - 1}"
                 + (
-                    ", the others run experts"
+                    f", the others run {serving}"
                     if attention <= wanted < config.topology.dp_size
                     else ""
                 )
@@ -82,7 +85,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         if wanted is not None and wanted not in range(attention):
             logger.error(
                 "request %s names DP rank %s, which takes no requests, and was not refused; "
-                "it goes to an attention rank",
+                "it goes to a rank that does",
                 request.rid,
                 wanted,
             )

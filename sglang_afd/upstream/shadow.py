@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+ALONE = {"moe_ep_size": 1, "moe_ep_rank": 0, "moe_tp_size": 1, "moe_tp_rank": 0}
+"""Of `parallel_view`: a layer's experts lie on this rank alone."""
+
 
 class _View:
     """An object seen with some attributes replaced."""

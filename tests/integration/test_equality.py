@@ -15,6 +15,9 @@ from tests.support.layouts import (
     A2F1,
     A2F2,
     A3F1,
+    CAD,
+    CAD_FAMILIES,
+    CAD_WIDER,
     SMALL,
     STOCK,
     Layout,
@@ -31,7 +34,7 @@ Checkpoints = Callable[[str], Path]
 _SEEDED = [layout.of("seeded") for layout in (STOCK, A1F1, A2F1, A2F2, A3F1, A1T2F1)]
 
 
-@on(STOCK, A2F1.of("seeded"), A1T2F1, full=(A1F1, A2F1, A2F2, A3F1))
+@on(STOCK, A2F1.of("seeded"), A1T2F1, CAD.of("seeded"), full=(A1F1, A2F1, A2F2, A3F1))
 def test_tokens_equal_transformers(
     world: World, layout: Layout, references: References, checkpoints: Checkpoints
 ) -> None:
@@ -41,7 +44,7 @@ def test_tokens_equal_transformers(
     assert_equal(answers, references.greedy(checkpoints(layout.checkpoint), asked))
     if layout.attention:
         used = {answer.dp_rank for answer in answers}
-        assert used == set(range(layout.attention)), f"requests went to DP ranks {used}"
+        assert used == set(range(layout.leading)), f"requests went to DP ranks {used}"
 
 
 @pytest.mark.full
@@ -70,20 +73,27 @@ def test_zeroed_experts_change_the_answers(
     assert all(a.tokens != t.tokens for a, t in zip(answers, trained))
 
 
-@on(SMALL, *families(SMALL, wrapped=False), full=families(SMALL, wrapped=True))
+@on(
+    SMALL,
+    *families(SMALL, wrapped=False),
+    CAD,
+    *CAD_WIDER,
+    *CAD_FAMILIES,
+    full=families(SMALL, wrapped=True),
+)
 def test_small_caps(world: World, expect: Expect) -> None:
     """The whole workload, although a prompt takes chunks and a chunk takes slices."""
     check(world, expect, prompts(), 64)
 
 
-@on(SMALL, *families(SMALL, wrapped=False), full=families(SMALL, wrapped=True))
+@on(SMALL, *families(SMALL, wrapped=False), CAD_WIDER[1], full=families(SMALL, wrapped=True))
 def test_a_rank_left_idle(world: World, expect: Expect) -> None:
     """All requests on DP rank 1: rank 0 takes part in every exchange without a token."""
     answers = check(world, expect, prompts(), 24, routed_dp_rank=1)
     assert {answer.dp_rank for answer in answers} == {1}
 
 
-@on(SMALL)
+@on(SMALL, CAD_WIDER[1])
 def test_a_batch_without_tokens_of_one_rank(world: World, expect: Expect) -> None:
     """Rank 1 runs out of requests, and gets one again, while rank 0 still decodes."""
     first, short, late = prompts([20, 10, 90], seed=26)

@@ -12,7 +12,20 @@ from typing import Any
 import pytest
 
 from tests.support.client import chat_body, request_body
-from tests.support.layouts import A2F1, CAP, CHUNK, RUNNING, SMALL, WIDER, Layout, families, on
+from tests.support.layouts import (
+    A2F1,
+    CAD,
+    CAD_FAMILIES,
+    CAD_WIDER,
+    CAP,
+    CHUNK,
+    RUNNING,
+    SMALL,
+    WIDER,
+    Layout,
+    families,
+    on,
+)
 from tests.support.processes import wait_until
 from tests.support.reference import Expect, assert_equal, check
 from tests.support.workload import Prompt, prompts, send
@@ -73,7 +86,7 @@ def test_streaming(world: World, expect: Expect) -> None:
     assert counts[-1] == len(whole.tokens)
 
 
-@on(SMALL, full=(*WIDER, *families(SMALL, *WIDER)))
+@on(SMALL, CAD, *CAD_WIDER, *CAD_FAMILIES, full=(*WIDER, *families(SMALL, *WIDER)))
 def test_abort(world: World, layout: Layout, expect: Expect) -> None:
     """A request ends by hanging up or by name; others are still right, and its KV is free."""
     flush(world)
@@ -83,7 +96,7 @@ def test_abort(world: World, layout: Layout, expect: Expect) -> None:
         next(stream)
     other = world.stream(bystander, 48, routed_dp_rank=0)
     next(other)
-    doomed = world.stream(named, 2000, routed_dp_rank=layout.attention - 1, rid="doomed")
+    doomed = world.stream(named, 2000, routed_dp_rank=layout.leading - 1, rid="doomed")
     next(doomed)
     stream.close()
     assert world.post("/abort_request", {"rid": "doomed"}).status_code == 200
@@ -118,7 +131,7 @@ def test_overlap_scheduler_off(world: World, expect: Expect) -> None:
     check(world, expect, prompts(), 24)
 
 
-@on(SMALL, full=(*WIDER, *families(SMALL, *WIDER)))
+@on(SMALL, CAD, *CAD_WIDER, CAD_FAMILIES[0], full=(*WIDER, *families(SMALL, *WIDER)))
 def test_radix_cache(world: World, expect: Expect) -> None:
     """Prompts that share a prefix with an earlier one reuse its KV."""
     [stem] = prompts([150], seed=22)
@@ -138,7 +151,7 @@ def test_radix_cache_off(world: World, expect: Expect) -> None:
         assert answer.cached_tokens == 0
 
 
-@on(SMALL, full=(*WIDER, *families(SMALL, *WIDER)))
+@on(SMALL, CAD, *CAD_WIDER, *CAD_FAMILIES, full=(*WIDER, *families(SMALL, *WIDER)))
 def test_chunked_prefill(world: World, expect: Expect) -> None:
     """A long prompt takes a batch for each chunk, and each exchange of one several slices."""
     length = 300
@@ -159,7 +172,7 @@ def test_mixed_chunk(world: World, expect: Expect) -> None:
     assert re.search(r"Prefill batch.*#running-req: [1-9]", world.log), "no chunk joined a decode"
 
 
-@on(SMALL)
+@on(SMALL, CAD_WIDER[1])
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "ebnf"])
 def test_structured_output(world: World, kind: str) -> None:
     schema = {
@@ -276,7 +289,7 @@ def test_session(world: World, expect: Expect) -> None:
     assert wait_until(refused, 10)
 
 
-@on(SMALL)
+@on(SMALL, CAD)
 def test_priority_scheduling(world: World) -> None:
     """With all places taken, an urgent request that came last is served before an earlier one."""
 

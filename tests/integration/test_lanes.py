@@ -16,6 +16,8 @@ from tests.support.layouts import (
     A1T2F1,
     A2F1,
     A2F2,
+    CAD,
+    CAD_WIDER,
     CHUNK,
     RUNNING,
     Layout,
@@ -42,6 +44,8 @@ from tests.support.world import World
 pytestmark = pytest.mark.integration
 
 TWO = lanes(small(A2F1), 2)
+CAD_TWO = lanes(CAD, 2)
+CAD_RANKS = lanes(CAD_WIDER[1], 2)
 THREE = lanes(small(A1F1), 3)
 OTHERS = (
     *(lanes(small(A1F1), count) for count in (2, 4)),
@@ -56,10 +60,12 @@ TINY_THREE = replace(lanes(small(A1F1), 3, *_TINY), note="tiny-3lanes")
 
 
 def counts(world: World, what: str, rank: int = 0) -> list[int]:
-    """``requests`` or ``steps`` of an attention rank's lanes."""
+    """``requests`` or ``steps`` of the lanes of a rank that takes requests."""
     states = world.get("/server_info").json()["internal_states"]
-    name = re.compile(rf"attention rank {rank}(\.0)? ")
-    [shown] = [state["afd"]["lanes"] for state in states if name.match(state["afd"]["rank"])]
+    told = {state["afd"]["rank"]: state["afd"]["lanes"] for state in states}
+    leading = "model" if any(name.startswith("model") for name in told) else "attention"
+    name = re.compile(rf"{leading} rank {rank}(\.0)? ")
+    [shown] = [lanes for told_by, lanes in told.items() if name.match(told_by)]
     return [lane[what] for lane in shown]
 
 
@@ -74,7 +80,7 @@ def retractions(world: World) -> int:
     return world.log.count("Retract requests")
 
 
-@on(TWO, full=(THREE, *OTHERS))
+@on(TWO, CAD_TWO, full=(THREE, *OTHERS))
 def test_tokens_are_those_of_one_lane(world: World, layout: Layout, expect: Expect) -> None:
     """Mixed lengths at different times; prompts in chunks, chunks in slices."""
     before = counts(world, "steps")
@@ -84,7 +90,7 @@ def test_tokens_are_those_of_one_lane(world: World, layout: Layout, expect: Expe
     nothing_left(world)
 
 
-@on(TWO, full=OTHERS)
+@on(TWO, CAD_TWO, full=OTHERS)
 def test_requests_are_spread_evenly(world: World, layout: Layout) -> None:
     """As many as a rank may run, on one rank: the lanes have equal shares, no more run at once."""
     asked = prompts([6] * (RUNNING + 2), seed=61)
@@ -103,7 +109,7 @@ def test_requests_are_spread_evenly(world: World, layout: Layout) -> None:
     nothing_left(world)
 
 
-@on(TWO, full=OTHERS)
+@on(TWO, CAD_TWO, full=OTHERS)
 def test_one_request_leaves_the_other_lanes_empty(world: World, expect: Expect) -> None:
     before = counts(world, "steps")
     check(world, expect, prompts([30], seed=62), 40, routed_dp_rank=0)
@@ -111,14 +117,14 @@ def test_one_request_leaves_the_other_lanes_empty(world: World, expect: Expect) 
     assert sorted(ran)[:-1] == [0] * (len(ran) - 1) and max(ran) >= 39, ran
 
 
-@on(TWO)
+@on(TWO, CAD_RANKS)
 def test_a_rank_left_idle(world: World, expect: Expect) -> None:
     """All requests on DP rank 1: rank 0 takes part in every lane's exchanges without a token."""
     answers = check(world, expect, prompts(), 24, routed_dp_rank=1)
     assert {answer.dp_rank for answer in answers} == {1}
 
 
-@on(TWO, full=OTHERS)
+@on(TWO, CAD_TWO, full=OTHERS)
 def test_abort_in_every_lane(world: World, layout: Layout, expect: Expect) -> None:
     """Requests end by name or by hanging up, in chunks too; those beside them are right."""
     victims, others = prompts([20] * 4 + [1500], seed=63), prompts([30, 40], seed=64)
@@ -149,7 +155,7 @@ def test_abort_in_every_lane(world: World, layout: Layout, expect: Expect) -> No
     nothing_left(world)
 
 
-@on(TWO, full=(THREE, *OTHERS))
+@on(TWO, CAD_TWO, full=(THREE, *OTHERS))
 def test_lanes_go_on_while_a_long_prompt_is_in_chunks(world: World, expect: Expect) -> None:
     """Decode is not held up until a prompt of many chunks on the same rank is done."""
     [decoding, long] = prompts([20, 1800], seed=65)

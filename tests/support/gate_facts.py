@@ -85,10 +85,14 @@ def write_weights(file: Path, tensors: Tensors) -> None:
 
 
 def make_facts(
-    model: Path | str, *flags: str, machine: Machine | None = None, **environment: str
+    model: Path | str,
+    *flags: str,
+    machine: Machine | None = None,
+    counts: tuple[str, ...] = ONE_OF_EACH,
+    **environment: str,
 ) -> Facts:
     """Facts of a 1A+1F command (unless `flags` give other counts), on a CPU without `machine`."""
-    argv = ["--model-path", str(model), *ONE_OF_EACH, *flags]
+    argv = ["--model-path", str(model), *counts, *flags]
     if not any(flag.startswith("--port") for flag in flags):
         argv += ["--port", str(free_port())]
     command = parse(argv, transport="deepep" if machine else "gloo", on_cpu=machine is None)

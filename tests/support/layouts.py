@@ -18,19 +18,22 @@ class Layout:
 
     attention: int = 0
     ffn: int = 0
-    """0 attention and 0 FFN ranks: SGLang without AFD."""
+    """0 attention and 0 FFN ranks: SGLang without AFD.  In CAD mode the model ranks."""
     tp: int = 1
     checkpoint: str = "embedded"
     """One of `CHECKPOINTS`."""
     flags: tuple[str, ...] = ()
     speculation: tuple[int, int, int] | None = None
     """Steps, topk and draft tokens of the checkpoint's own draft, or none."""
+    cad: bool = False
+    """In CAD mode."""
     note: str = ""
     """Distinguishes layouts in test names where the flags matter."""
 
     def argv(self, model: str) -> tuple[str, ...]:
         """Arguments of ``launch_server``, serving the checkpoint at `model` in float32."""
-        ranks = ("--afd-attention-ranks", str(self.attention), "--afd-ffn-ranks", str(self.ffn))
+        other = ("--afd-mode", "cad", "--afd-model-ranks") if self.cad else ("--afd-ffn-ranks",)
+        ranks = ("--afd-attention-ranks", str(self.attention), *other, str(self.ffn))
         width = ("--afd-attention-tp", str(self.tp))
         return (
             *("--model-path", model, "--dtype", "float32"),
@@ -50,12 +53,18 @@ class Layout:
             *("--speculative-num-draft-tokens", tokens),
         )
 
+    @property
+    def leading(self) -> int:
+        """DP ranks that take requests."""
+        return self.ffn if self.cad else self.attention
+
     def of(self, checkpoint: str) -> Layout:
         """This layout, serving another checkpoint."""
         return replace(self, checkpoint=checkpoint)
 
     def __str__(self) -> str:
-        name = f"{self.attention}A{self.ffn}F" if self.attention else "stock"
+        other = "M" if self.cad else "F"
+        name = f"{self.attention}A{self.ffn}{other}" if self.attention else "stock"
         parts = [name, f"tp{self.tp}" * (self.tp > 1), self.note, self.checkpoint]
         return "-".join(part for part in parts if part)
 
@@ -78,9 +87,9 @@ def small(layout: Layout) -> Layout:
         layout,
         flags=(
             # SGLang divides these two over the attention ranks
-            *("--chunked-prefill-size", str(layout.attention * CHUNK)),
-            *("--max-running-requests", str(layout.attention * RUNNING)),
-            *("--afd-max-tokens-per-rank", str(CAP)),
+            *("--chunked-prefill-size", str(layout.leading * CHUNK)),
+            *("--max-running-requests", str(layout.leading * RUNNING)),
+            *(() if layout.cad else ("--afd-max-tokens-per-rank", str(CAP))),
             "--constrained-json-disable-any-whitespace",  # or a model may write spaces for ever
             "--enable-metrics",
             "--enable-priority-scheduling",
@@ -94,11 +103,15 @@ def without_afd(layout: Layout) -> Layout:
     """SGLang itself with the other flags of `layout`, whose AFD flags have one value each."""
     ours = {i for i, flag in enumerate(layout.flags) if flag.startswith("--afd-")}
     kept = [f for i, f in enumerate(layout.flags) if i not in ours and i - 1 not in ours]
-    return replace(layout, attention=0, ffn=0, tp=1, flags=(*STOCK.flags, *kept))
+    return replace(layout, attention=0, ffn=0, tp=1, cad=False, flags=(*STOCK.flags, *kept))
 
 
 SMALL = small(A2F1)
 """The world that most tests share: small caps, so that every request crosses them."""
+CAD = small(Layout(1, 1, cad=True))
+CAD_FAMILIES = (CAD.of("minimax"), CAD.of("qwen3.5"))
+CAD_WIDER = (small(Layout(2, 1, checkpoint="seeded", cad=True)), small(Layout(1, 2, cad=True)))
+"""Core-attention disaggregation: heads on two attention ranks, requests on two model ranks."""
 WIDER = (small(A2F2), small(A1T2F1))
 """The same with more than one FFN rank, and with attention TP."""
 
