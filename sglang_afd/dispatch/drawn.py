@@ -15,8 +15,8 @@ from sglang_afd.emulation import Emulation
 from sglang_afd.kernels import exchange as kernels
 from sglang_afd.kernels.drawn import send_drawn
 
-BLOCKS = 64
-"""Thread blocks at most of the kernel that sends: other lanes of its rank compute meanwhile."""
+BLOCKS = 256
+"""Thread blocks at most of the kernel that sends: as fast as the link, as many real ranks would."""
 
 
 def arena_of_sources(emulation: Emulation, shape: Shape, arena: Arena) -> Arena:
