@@ -40,6 +40,8 @@ def _follow_plan(backends: Any, **_: Any) -> None:
     if wish == "0" or current().role is not Role.ATTENTION or not torch.cuda.is_available():
         return
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    # A kernel of another lane that waits holds registers, and a piece takes all of a processor's.
+    processors -= current().config.lanes
     both = (backends.attn_backend, backends.decode_attn_backend)
     for backend in _flash_attention(both, current().config.attention_tp):
         backend._compute_scheduler_metadata = partial(_planned, backend, processors)
