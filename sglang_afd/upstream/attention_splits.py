@@ -41,7 +41,7 @@ def _follow_plan(backends: Any, **_: Any) -> None:
         return
     processors = torch.cuda.get_device_properties("cuda").multi_processor_count
     # A kernel of another lane that waits holds registers, and a piece takes all of a processor's.
-    processors -= current().config.lanes
+    processors -= current().config.lanes - 1
     both = (backends.attn_backend, backends.decode_attn_backend)
     for backend in _flash_attention(both, current().config.attention_tp):
         backend._compute_scheduler_metadata = partial(_planned, backend, processors)
