@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 from sglang_afd.kernels.exchange import (
+    AT_ONCE,
     MAX_BLOCK,
     WARPS,
     Peers,
     is_last,
     put_row,
-    store_exchange_number,
+    raise_flags,
 )
 
 # as in `sglang_afd.kernels.exchange`: compiled once, whatever the counts
@@ -44,6 +45,8 @@ def _send_drawn(
     TOP_K: tl.constexpr,
     PER_RANK: tl.constexpr,
     FFN_RANKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PEERS: tl.constexpr,
     K_BLOCK: tl.constexpr,
     H_BLOCK: tl.constexpr,
 ):
@@ -75,9 +78,7 @@ def _send_drawn(
                 H_BLOCK,
             )
     if is_last(ticket):
-        for part in range(FFN_RANKS * sources):
-            flag = tl.load(flag_addresses + part).to(tl.pointer_type(tl.int64))
-            store_exchange_number(flag, number)
+        raise_flags(flag_addresses, 0, FFN_RANKS * sources, exchange, 0, AT_ONCE, PEERS)
 
 
 def send_drawn(
@@ -126,6 +127,8 @@ def send_drawn(
         TOP_K=top_k,
         PER_RANK=per_rank,
         FFN_RANKS=to.rows.shape[0] // sources,
+        AT_ONCE=AT_ONCE,
+        PEERS=triton.next_power_of_2(to.rows.shape[0]),
         K_BLOCK=triton.next_power_of_2(top_k),
         H_BLOCK=min(MAX_BLOCK, triton.next_power_of_2(size)),
         num_warps=WARPS,

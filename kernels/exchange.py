@@ -21,6 +21,7 @@ Kernels that are given `sglang_afd.kernels.stamps` leave moments there, if those
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,9 @@ _COUNTS = ["rows", "cap", "first", "count", "rows_each", "sources"]
 _ROUTING = ["expert_ids", "weights"]
 _compiled_once = triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_ROUTING)
 
+AT_ONCE = os.environ.get("SGLANG_AFD_FLAGS_AT_ONCE") == "1"
+"""Flags of several peers are raised and awaited together, not one after the other.  Has not run
+on a GPU yet, so it must be asked for (docs/kernels.md)."""
 INTERPRETED = triton.knobs.runtime.interpret
 """The kernels run in Triton's interpreter, on CPU tensors."""
 
@@ -64,6 +68,36 @@ _RETURN, _RETURNED = tl.constexpr(RETURN), tl.constexpr(RETURNED)
 def store_exchange_number(flag, number):
     """Publish: who reads `number` there also sees all that this block's threads wrote before."""
     tl.atomic_xchg(flag, number, sem="release", scope="sys")
+
+
+@triton.jit
+def raise_flags(
+    flag_addresses,
+    first,
+    count,
+    numbers,
+    STRIDE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PEERS: tl.constexpr,
+):
+    """Raise flags `first` .. `first + count - 1`, in the block where `is_last` was true.
+
+    Flag f gets the number at ``numbers + f * STRIDE``.  At once: each thread releases a flag.  What
+    other blocks wrote happened before the ticket's addition, which one thread acquired, and that
+    before the barrier behind it, so every thread's release covers it.
+    """
+    if AT_ONCE:
+        peers = first + tl.arange(0, PEERS)
+        inside = peers < first + count
+        flags = tl.load(flag_addresses + peers, mask=inside, other=0)
+        number = tl.load(numbers + peers * STRIDE, mask=inside, other=0)
+        tl.atomic_xchg(
+            flags.to(tl.pointer_type(tl.int64)), number, mask=inside, sem="release", scope="sys"
+        )
+    else:
+        for peer in range(first, first + count):
+            flag = tl.load(flag_addresses + peer).to(tl.pointer_type(tl.int64))
+            store_exchange_number(flag, tl.load(numbers + peer * STRIDE))
 
 
 @triton.jit
@@ -169,6 +203,15 @@ def _send_rows(
             stamp(stamps, number, _SENT, STAMPS, INTERPRETED)
 
 
+@triton.jit
+def _leave_word(failure, late, peers, numbers):
+    """Write the first late peer and its exchange for the host."""
+    peer = tl.min(tl.where(late, peers, 2147483647), axis=0)
+    number = tl.max(tl.where(peers == peer, numbers, 0), axis=0)
+    tl.store(failure + 1, number)
+    tl.atomic_xchg(failure, tl.cast(peer + 1, tl.int64), sem="release", scope="sys")
+
+
 @_compiled_once
 def _wait(
     flags,
@@ -179,34 +222,64 @@ def _wait(
     bound_ns,
     stamps,
     COUNTS_HERE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PEERS: tl.constexpr,
     STAMPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     if STAMPS:
         stamp(stamps, tl.load(exchanges + first) + 1, _WAIT, STAMPS, INTERPRETED)
-    for peer in range(first, first + count):
+    if AT_ONCE:
+        peers = first + tl.arange(0, PEERS)
+        inside = peers < first + count
         if COUNTS_HERE:
-            number = tl.load(exchanges + peer) + 1
+            numbers = tl.load(exchanges + peers, mask=inside, other=0) + 1
         else:
-            number = tl.load(exchanges)
-        seen = tl.load(flags + peer, volatile=True)
+            numbers = tl.load(exchanges) + tl.zeros([PEERS], dtype=tl.int64)
+        seen = tl.load(flags + peers, mask=inside, other=0, volatile=True)
+        late = inside & (seen < numbers)
         if INTERPRETED:
-            if seen < number:
-                tl.store(failure + 1, number)
-                tl.store(failure, peer + 1)
+            if tl.max(late.to(tl.int32), axis=0) > 0:
+                _leave_word(failure, late, peers, numbers)
         else:
             began = tl.extra.cuda.globaltimer()
-            while seen < number:
-                seen = tl.load(flags + peer, volatile=True)
+            while tl.max(late.to(tl.int32), axis=0) > 0:
+                seen = tl.load(flags + peers, mask=inside, other=0, volatile=True)
+                late = inside & (seen < numbers)
                 if tl.extra.cuda.globaltimer() - began > bound_ns:
-                    tl.store(failure + 1, number)
-                    tl.atomic_xchg(failure, tl.cast(peer + 1, tl.int64), sem="release", scope="sys")
+                    _leave_word(failure, late, peers, numbers)
                     tl.inline_asm_elementwise(
                         "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
                     )
-        tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys")
+        tl.atomic_add(flags + peers, numbers * 0, mask=inside, sem="acquire", scope="sys")
         if COUNTS_HERE:
-            tl.store(exchanges + peer, number)
+            tl.store(exchanges + peers, numbers, mask=inside)
+    else:
+        for peer in range(first, first + count):
+            if COUNTS_HERE:
+                number = tl.load(exchanges + peer) + 1
+            else:
+                number = tl.load(exchanges)
+            seen = tl.load(flags + peer, volatile=True)
+            if INTERPRETED:
+                if seen < number:
+                    tl.store(failure + 1, number)
+                    tl.store(failure, peer + 1)
+            else:
+                began = tl.extra.cuda.globaltimer()
+                while seen < number:
+                    seen = tl.load(flags + peer, volatile=True)
+                    if tl.extra.cuda.globaltimer() - began > bound_ns:
+                        tl.store(failure + 1, number)
+                        tl.atomic_xchg(
+                            failure, tl.cast(peer + 1, tl.int64), sem="release", scope="sys"
+                        )
+                        tl.inline_asm_elementwise(
+                            "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+                        )
+            tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys")
+            if COUNTS_HERE:
+                tl.store(exchanges + peer, number)
     if STAMPS:
         stamp(stamps, tl.load(exchanges + first), _CAME, STAMPS, INTERPRETED)
 
@@ -230,6 +303,8 @@ def _return_rows(
     TOP_K: tl.constexpr,
     K_BLOCK: tl.constexpr,
     H_BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PEERS: tl.constexpr,
     STAMPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -258,9 +333,7 @@ def _return_rows(
                     total += output.to(tl.float32) * weight
                 tl.store(there + start + columns, total.to(outputs.dtype.element_ty), mask=inside)
     if is_last(ticket):
-        for source in range(first, first + sources):
-            flag = tl.load(flag_addresses + source).to(tl.pointer_type(tl.int64))
-            store_exchange_number(flag, tl.load(exchanges + source))
+        raise_flags(flag_addresses, first, sources, exchanges, 1, AT_ONCE, PEERS)
         if STAMPS:
             stamp(stamps, tl.load(exchanges + first), _RETURNED, STAMPS, INTERPRETED)
 
@@ -400,6 +473,8 @@ def wait(
         int(seconds * 1e9),
         stamps if stamps is not None else exchanges,
         COUNTS_HERE=counts_here,
+        AT_ONCE=AT_ONCE,
+        PEERS=triton.next_power_of_2(flags.shape[0]),
         **_stamped(stamps),
         num_warps=1,
     )
@@ -454,6 +529,8 @@ def return_rows(
         K_BLOCK=triton.next_power_of_2(top_k),
         H_BLOCK=min(MAX_BLOCK, triton.next_power_of_2(size)),
         **_stamped(stamps),
+        AT_ONCE=AT_ONCE,
+        PEERS=triton.next_power_of_2(to.flags.shape[0]),
         num_warps=WARPS,
         enable_fp_fusion=False,  # products are rounded before they are added, as in the reference
     )

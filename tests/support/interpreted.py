@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_in_interpreter(file: Path) -> None:
+def run_in_interpreter(file: Path, **environment: str) -> None:
     """Run the tests in `file`, which pytest does not collect by itself.
 
     Raises:
@@ -22,7 +22,7 @@ def run_in_interpreter(file: Path) -> None:
         [sys.executable, "-m", "pytest", str(file), "-v"]
         + ["-p", "no:cacheprovider", "-p", "no:xdist"],
         cwd=ROOT,
-        env={**own, "TRITON_INTERPRET": "1"},
+        env={**own, **environment, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=500,

@@ -28,8 +28,12 @@ from tests.support.local_ends import make_ends, make_transports, run_experts
 pytestmark = pytest.mark.unit
 
 
-def test_kernels_in_the_interpreter() -> None:
-    run_in_interpreter(File(__file__).with_name("exchange_in_interpreter.py"))
+@pytest.mark.parametrize("at_once", [False, True], ids=["flags in order", "flags at once"])
+def test_kernels_in_the_interpreter(at_once: bool) -> None:
+    run_in_interpreter(
+        File(__file__).with_name("exchange_in_interpreter.py"),
+        SGLANG_AFD_FLAGS_AT_ONCE=str(int(at_once)),
+    )
 
 
 @pytest.fixture
@@ -66,7 +70,8 @@ def test_no_exchange_compiles_a_kernel_anew(seen: dict[tuple[str, str], set[Any]
             ends.attention[first].combine(sent)
     assert {kernel for kernel, _ in seen} == {"_send_rows", "_wait", "_return_rows", "_sum_replies"}
     several = {name: values for name, values in seen.items() if len(values) > 1}
-    assert several == {("_wait", "COUNTS_HERE"): {True, False}}  # a role has one of them
+    # a role has one of them
+    assert several == {("_wait", "COUNTS_HERE"): {True, False}, ("_wait", "PEERS"): {1, 4}}
 
 
 def test_no_exchange_of_emulated_ranks_does(seen: dict[tuple[str, str], set[Any]]) -> None:
