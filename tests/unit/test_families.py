@@ -16,6 +16,7 @@ from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
 from sglang_afd.families import FAMILIES, ExpertTensor, MoeFacts, UnsupportedModel, family_of
 from sglang_afd.families.__main__ import BEGIN, END, README, table, with_table
+from sglang_afd.flags import GPU_LANE_MODELS
 from sglang_afd.model_fields import Fields
 from tests.support.families import ROWS, WRAPPED, language_model
 
@@ -294,10 +295,13 @@ def test_the_readmes_table_is_up_to_date() -> None:
         "run: python -m sglang_afd.families"
     )
     lines = table().splitlines()
-    assert {line.count("|") for line in lines} == {7}
+    assert {line.count("|") for line in lines} == {9}
     for family in FAMILIES.values():
         [line] = [line for line in lines if line.startswith(f"| {family.name} |")]
         assert family.models in line and line.endswith(f"| {family.cpu} | {family.gpu} |")
+        lanes = set(family.architectures) <= set(GPU_LANE_MODELS)
+        assert ("GPUs over nvlink" in line) == lanes
+        assert ("| EAGLE-3 |" in line) == (family is FAMILIES["Qwen3MoeForCausalLM"])
 
 
 def test_a_text_without_marks_is_refused() -> None:
