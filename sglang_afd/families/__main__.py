@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_afd.families import FAMILIES
+from sglang_afd.families import FAMILIES, Family
+from sglang_afd.flags import GPU_LANE_MODELS
+from sglang_afd.spec import gate as spec_gate
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 BEGIN, END = "<!-- families: python -m sglang_afd.families -->", "<!-- end of families -->"
@@ -15,14 +17,26 @@ BEGIN, END = "<!-- families: python -m sglang_afd.families -->", "<!-- end of fa
 def table() -> str:
     """A row for each family."""
     rows = [
-        f"| {f.name} | {f.models} | {f.dtypes} | {f.transports} | {f.cpu} | {f.gpu} |"
+        f"| {f.name} | {f.models} | {f.dtypes} | {f.transports} | {_lanes(f)} | {_drafts(f)} | "
+        f"{f.cpu} | {f.gpu} |"
         for f in sorted(set(FAMILIES.values()), key=lambda family: family.name)
     ]
     columns = (
-        *("family", "published models", "data types", "transports"),
+        *("family", "published models", "data types", "transports", "lanes", "speculation"),
         *("greedy tokens shown equal on CPU (gloo)", "run on GPUs"),
     )
     return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows])
+
+
+def _lanes(family: Family) -> str:
+    """Where several of them run."""
+    on_gpus = set(family.architectures) <= set(GPU_LANE_MODELS)
+    return "CPU; GPUs over nvlink" if on_gpus else "CPU"
+
+
+def _drafts(family: Family) -> str:
+    """The algorithms that a deployment of the family may have a draft for."""
+    return "EAGLE-3" if set(family.architectures) <= set(spec_gate.ARCHITECTURES) else "no"
 
 
 def with_table(text: str) -> str:

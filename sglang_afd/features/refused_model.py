@@ -157,7 +157,7 @@ REFUSED: tuple[Feature, ...] = (
         *flags("--kt-weight-path", "--enable-paged-experts"),
     ),
     refused(
-        "Settings of linear attention and its cache",
+        "Other settings of linear attention and its cache",
         NOT_SHOWN,
         "leave it out: SGLang's own defaults are served, the radix cache with them",
     ),

@@ -201,11 +201,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         *("--kt-cpuinfer", "--kt-threadpool-count", "--kt-num-gpu-experts"),
         *("--kt-max-deferred-experts-per-token", "--paged-experts-num-resident"),
     ),
-    "Settings of linear attention and its cache": (
-        *("--max-mamba-cache-size", "--mamba-ssm-dtype", "--mamba-full-memory-ratio"),
+    "Other settings of linear attention and its cache": (
+        *("--mamba-ssm-dtype", "--mamba-full-memory-ratio"),
         *("--mamba-max-states-per-path", "--enable-mamba-cache-stochastic-rounding"),
-        *("--mamba-cache-philox-rounds", "--mamba-radix-cache-strategy"),
-        *("--mamba-track-interval", "--int8-mamba-ckpt-size", "--enable-int8-mamba-checkpoint"),
+        *("--mamba-cache-philox-rounds", "--int8-mamba-ckpt-size"),
+        "--enable-int8-mamba-checkpoint",
         *("--linear-attn-backend", "--linear-attn-decode-backend"),
         *("--linear-attn-prefill-backend", "--linear-attn-verify-backend"),
         *("--enable-linear-replayssm", "--linear-replayssm-cache-len"),

@@ -48,6 +48,14 @@ SERVED: tuple[Feature, ...] = (
     ),
     served("Radix cache", _FEATURES + "test_radix_cache"),
     served("Radix cache off", _FEATURES + "test_radix_cache_off", Switch("--disable-radix-cache")),
+    served(
+        "Cache of recurrent states: number, strategy, interval",
+        "integration/test_state_schedules.py::test_settings_of_the_states_cache",
+        Switch("--max-mamba-cache-size"),
+        Switch("--mamba-radix-cache-strategy", only=("auto", "no_buffer", "extra_buffer")),
+        Switch("--mamba-track-interval"),
+        limit="the number is shared out among the attention ranks",
+    ),
     served("Chunked prefill", _FEATURES + "test_chunked_prefill", Switch("--chunked-prefill-size")),
     served("Mixed chunk", _FEATURES + "test_mixed_chunk", Switch("--enable-mixed-chunk")),
     served(

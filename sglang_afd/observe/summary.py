@@ -10,6 +10,8 @@ import msgspec
 from sglang_afd.observe.stages import StepTimes
 
 WINDOW = 10.0  # seconds
+_TOLD = 0.9
+"""Share of steps whose stages must be known; the first ones of a graph's may not be."""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -21,7 +23,7 @@ class Summary(msgspec.Struct, frozen=True):
     rows: int
     """Of its own steps; on F ranks of everybody's."""
     working: float | None
-    """Share of its role's own work; None if nothing tells some step's stages."""
+    """Share of its role's own work; None if nothing tells most steps' stages."""
     exchanging: float | None
     """Share of sending, waiting for the other role and taking in, within steps."""
 
@@ -42,9 +44,10 @@ class RecentSteps:
         """The present moment's."""
         self._forget()
         watched = min(WINDOW, time.monotonic() - self._since)
-        exchanging = sum(times.exchanging() for times in self._steps)
-        whole = sum(times.end - times.start for times in self._steps)
-        seen = watched > 0 and all(times.spans for times in self._steps)
+        told = [times for times in self._steps if times.spans]
+        exchanging = sum(times.exchanging() for times in told)
+        whole = sum(times.end - times.start for times in told)
+        seen = watched > 0 and len(told) >= _TOLD * len(self._steps)
         return Summary(
             watched,
             len(self._steps),

@@ -409,6 +409,8 @@ class LaneLoop:
         from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
         batch = self._batch_of(reqs)
+        # Qwen3.5's positions are made of these, where no request has any too.
+        batch.multimodal_inputs = [req.multimodal_inputs for req in reqs]
         slots = torch.tensor([req.kv.req_pool_idx for req in reqs])
         lengths = torch.tensor(
             [len(req.origin_input_ids) + len(req.output_ids) - 1 for req in reqs]

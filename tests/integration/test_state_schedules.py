@@ -15,8 +15,9 @@ from tests.support.random_load import (
     nothing_left,
     run,
 )
-from tests.support.reference import Expect
+from tests.support.reference import Expect, check
 from tests.support.seeds import fresh_seed
+from tests.support.workload import prompts
 from tests.support.world import World
 
 pytestmark = pytest.mark.integration
@@ -27,6 +28,23 @@ TINY = replace(small(A2F1).of("qwen3.5"), note="tiny", flags=(*small(A2F1).flags
 CAD_TINY = replace(CAD.of("qwen3.5"), note="tiny", flags=(*CAD.flags, *_POOL))
 CAD_RANKS = CAD_WIDER[1].of("qwen3.5")
 """Core-attention disaggregation: the states lie on attention ranks."""
+_STATES = ("--max-mamba-cache-size", "48")  # of two attention ranks
+KEPT = replace(
+    small(A2F1).of("qwen3.5"),
+    note="no buffer",
+    flags=(
+        *(*small(A2F1).flags, *_STATES, "--disable-overlap-schedule"),
+        *("--mamba-radix-cache-strategy", "no_buffer"),
+    ),
+)
+TRACKED = replace(
+    small(A2F1).of("qwen3.5"),
+    note="extra buffer",
+    flags=(
+        *(*small(A2F1).flags, *_STATES, "--mamba-radix-cache-strategy", "extra_buffer"),
+        *("--mamba-track-interval", "64"),
+    ),
+)
 
 
 def schedules(world: World, expect: Expect, count: int) -> None:
@@ -39,6 +57,18 @@ def schedules(world: World, expect: Expect, count: int) -> None:
         made = arrivals(known, draw.randrange(2**31), draw.choice((1, 2, 4, 20)))
         wrong = run(world, made, alone)
         assert not wrong, f"seed {seed}, schedule {number}: {wrong[0]}"
+    nothing_left(world)
+
+
+@on(KEPT, TRACKED)
+def test_settings_of_the_states_cache(world: World, expect: Expect) -> None:
+    """Tokens, hits of the radix cache, and a share of the states for each attention rank."""
+    assert "max_mamba_cache_size: 24," in world.log
+    [stem] = prompts([150], seed=51)
+    tails = prompts([5, 9, 1, 30], seed=52)
+    check(world, expect, [stem], 80, routed_dp_rank=0)
+    answers = check(world, expect, [stem + tail for tail in tails], 16, routed_dp_rank=0)
+    assert all(answer.cached_tokens >= 64 for answer in answers), answers
     nothing_left(world)
 
 

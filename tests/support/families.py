@@ -103,6 +103,33 @@ def _deepseek_v3() -> Any:
     )
 
 
+def _glm4() -> Any:
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(
+        **_SIZES,
+        architectures=["Glm4MoeForCausalLM"],
+        head_dim=64,
+        attention_bias=True,
+        use_qk_norm=True,
+        intermediate_size=192,
+        moe_intermediate_size=64,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=0,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    )
+
+
 def _qwen3_5() -> Any:
     from transformers import Qwen3_5MoeTextConfig
 
@@ -145,6 +172,7 @@ ROWS: dict[str, Callable[[], Any]] = {
     "minimax": _minimax_m2,
     "deepseek-v2": _deepseek_v2,
     "deepseek-v3": _deepseek_v3,
+    "glm4": _glm4,
     "qwen3.5": _qwen3_5,
     "qwen3.5-vision": _qwen3_5_vision,
 }

@@ -16,6 +16,7 @@ from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
 from sglang_afd.families import FAMILIES, ExpertTensor, MoeFacts, UnsupportedModel, family_of
 from sglang_afd.families.__main__ import BEGIN, END, README, table, with_table
+from sglang_afd.flags import GPU_LANE_MODELS
 from sglang_afd.model_fields import Fields
 from tests.support.families import ROWS, WRAPPED, language_model
 
@@ -186,11 +187,13 @@ def test_other_tensors_are_no_expert_tensors(name: str) -> None:
     assert QWEN3.expert_tensor(name) is None
 
 
-def test_an_unknown_family_is_refused_with_those_that_are_served() -> None:
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GptOssForCausalLM"])
+def test_an_unknown_family_is_refused_with_those_that_are_served(architecture: str) -> None:
+    """gpt-oss among them: its experts have biases and an activation of their own."""
     with pytest.raises(UnsupportedModel) as refusal:
-        family_of("LlamaForCausalLM")
+        family_of(architecture)
     message = str(refusal.value)
-    assert "does not serve LlamaForCausalLM" in message
+    assert f"does not serve {architecture}" in message
     assert "Qwen3MoeForCausalLM" in message
     assert "without --afd-* flags" in message
 
@@ -212,6 +215,19 @@ def test_deepseek_with_other_parts_is_refused(
         setattr(config, name, value)
     with pytest.raises(UnsupportedModel, match=message):
         family_of(config.architectures[0]).facts(config)
+
+
+def test_glm4_tensors_of_another_shape() -> None:
+    """GLM-4.5-Air in published form: no QK norm, one dense layer."""
+    config = ROWS["glm4"]()
+    config.use_qk_norm, config.n_group, config.topk_group = False, 1, 1
+    glm4 = family_of("Glm4MoeForCausalLM")
+    assert glm4.facts(config).layers == (1, 2)
+    shapes = dict(glm4.tensors(config))
+    assert not [name for name in shapes if "q_norm" in name or "k_norm" in name]
+    assert shapes["model.layers.1.mlp.shared_experts.up_proj.weight"] == (64, 128)
+    assert shapes["model.layers.0.mlp.up_proj.weight"] == (192, 128)
+    assert shapes["model.layers.0.self_attn.q_proj.bias"] == (256,)
 
 
 def test_deepseek_tensors_of_another_shape() -> None:
@@ -279,10 +295,13 @@ def test_the_readmes_table_is_up_to_date() -> None:
         "run: python -m sglang_afd.families"
     )
     lines = table().splitlines()
-    assert {line.count("|") for line in lines} == {7}
+    assert {line.count("|") for line in lines} == {9}
     for family in FAMILIES.values():
         [line] = [line for line in lines if line.startswith(f"| {family.name} |")]
         assert family.models in line and line.endswith(f"| {family.cpu} | {family.gpu} |")
+        lanes = set(family.architectures) <= set(GPU_LANE_MODELS)
+        assert ("GPUs over nvlink" in line) == lanes
+        assert ("| EAGLE-3 |" in line) == (family is FAMILIES["Qwen3MoeForCausalLM"])
 
 
 def test_a_text_without_marks_is_refused() -> None:

@@ -433,3 +433,17 @@ def test_what_takes_one_lane_is_refused_with_more(tmp_path: Path, flag: str) -> 
     assert len(texts) == 1 and f"{flag} does not go with --afd-lanes 2" in texts[0]
     assert not refused(make_facts(model, flag), "execution mode")
     assert not refused(make_facts(model, "--afd-lanes", "2"), "execution mode")
+
+
+def test_gpt_oss_is_refused_by_name(tmp_path: Path) -> None:
+    """A published config.json of the family."""
+    from transformers import GptOssConfig
+
+    config = GptOssConfig(architectures=["GptOssForCausalLM"]).to_dict()
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "tokenizer.json").touch()
+    [refusal] = refused(make_facts(model), "model")
+    assert "does not serve GptOssForCausalLM" in refusal
+    assert "start without --afd-* flags" in refusal

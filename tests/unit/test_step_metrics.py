@@ -92,6 +92,9 @@ def test_how_busy_a_rank_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.exchanging == pytest.approx(0.12)
     recent(times(10.06, replayed=True))
     assert recent.summary().working is None
+    for _ in range(6):
+        recent(times(10.06))
+    assert recent.summary().working == pytest.approx(9 * 0.06), "one untold step of ten"
     monkeypatch.setattr(time, "monotonic", lambda: 10.2 + WINDOW)
     assert recent.summary().steps == 0
 
