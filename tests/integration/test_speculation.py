@@ -236,7 +236,7 @@ def test_sampled_and_constrained_answers(world: World, expect: Expect) -> None:
     check(world, expect, [prompt], 24)
 
 
-SAMPLES, TEMPERATURE, DRAWN = 4000, 2.0, 3
+SAMPLES, TEMPERATURE, DRAWN = 20_000, 2.0, 3
 CRITICAL = 24.32
 """Of chi squared with 7 degrees of freedom, at 0.1 %: what is drawn depends on the order in which
 requests come together, so a seed would not fix it."""
