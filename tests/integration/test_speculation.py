@@ -281,7 +281,7 @@ def continuations(checkpoint: Path, prompt: Prompt) -> dict[tuple[int, ...], flo
 
 
 @pytest.mark.full
-@on(STANDARD)
+@on(STANDARD, LANES)
 def test_acceptance_is_that_of_sglang_alone(
     world: World, start: Callable[..., World], checkpoints: Callable[[str], Path]
 ) -> None:
