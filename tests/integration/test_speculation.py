@@ -243,6 +243,7 @@ requests come together, so a seed would not fix it."""
 
 
 @pytest.mark.full
+@pytest.mark.timeout(2400)
 @on(STANDARD, TREE)
 def test_drawn_tokens_have_the_targets_distribution(
     world: World, layout: Layout, checkpoints: Callable[[str], Path]
