@@ -7,12 +7,13 @@ WORKERS ?= 2
 MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-upstream soak lint format clean
+.PHONY: help setup demo demo-spec test test-full test-upstream soak lint format clean
 
 help:
 	@echo 'make setup      make .venv: dependencies once per machine, then this checkout (seconds)'
 	@echo 'make demo       serve the embedded model on 2 attention ranks and 1 FFN rank, ask it, stop'
 	@echo '                (ARGS="--attention-ranks 1 --ask ..." changes it; ARGS=--help tells how)'
+	@echo 'make demo-spec  the same with the draft of the embedded model: says how much it gains'
 	@echo 'make test       lint, types, unit and integration tests; report in reports/'
 	@echo 'make test-full  all tests, full matrices included; dated record in tests/records/'
 	@echo 'make test-upstream  with SGLANG_SRC=path of a checkout of SGLang: its CPU unit tests with this'
@@ -31,6 +32,9 @@ setup:
 
 demo: setup
 	@$(VENV) -m sglang_afd.demo $(ARGS)
+
+demo-spec: setup
+	@$(VENV) -m sglang_afd.demo --draft $(ARGS)
 
 lint: setup
 	$(VENV) -m ruff check

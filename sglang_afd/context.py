@@ -72,6 +72,8 @@ class RankContext:
             rank=self.rank if self.leads else None,
             experts=len(self.own_slots) if ffn else 0,
             sources=1 + len(self.config.emulation.emulated_by(0)) if ffn else 1,
+            # with a draft ranks agree on a prefill before each step, also if none has one
+            pause=1 if self.rows_per_request == 1 else 2,
         )
 
     @property

@@ -24,6 +24,7 @@ from sglang_afd.observe.holdings import Holdings, size
 from sglang_afd.observe.trace import BadTrace
 from sglang_afd.progress import Waiting, log_tick
 from sglang_afd.running import Server, ServerFailed, serve
+from sglang_afd.speculation import ALGORITHM, DRAFT, SERVED
 
 _START_TIMEOUT = 400.0
 _TRACED_STEPS = 60
@@ -56,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="QUESTION",
         help="what to ask; the model knows Python's documentation alone (default: %(default)s)",
     )
+    parser.add_argument(
+        "--draft",
+        action="store_true",
+        help="speculate with the model's own draft, and say what of it was accepted",
+    )
     args = parser.parse_args(argv)
     console = Console()
     layout = f"{args.attention_ranks} attention ranks + {args.ffn_ranks} FFN ranks"
@@ -63,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         *("--afd-attention-ranks", str(args.attention_ranks)),
         *("--afd-ffn-ranks", str(args.ffn_ranks)),
     ]
+    if args.draft:
+        deployment += [ALGORITHM, SERVED, DRAFT[0], str(embedded.draft_path())]
     if len(this_machine().gpus) < args.attention_ranks + args.ffn_ranks:
         deployment += ["--device", "cpu"]
     logs = Path(tempfile.mkdtemp(prefix="sglang_afd-demo-"))
@@ -98,7 +106,7 @@ def _ask(console: Console, server: Server, question: str) -> None:
     console.print(f"[bold]{question}")
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     began = time.monotonic()
-    tokens = 0
+    tokens, told = 0, None
     for part in client.chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": question}],
@@ -106,12 +114,27 @@ def _ask(console: Console, server: Server, question: str) -> None:
         max_tokens=120,
         stream=True,
         stream_options={"include_usage": True},
+        extra_body={"return_spec_tokens_details": True},
     ):
+        told = (part.model_extra or {}).get("sglext", {}).get("spec_tokens_details", told)
         if part.usage is not None:
             tokens = part.usage.completion_tokens
         if part.choices:
             console.print(part.choices[0].delta.content or "", end="", markup=False)
     console.print(f"\n({tokens} tokens in {time.monotonic() - began:.1f} s)\n", highlight=False)
+    if told is not None:
+        console.print(_acceptance(tokens, told), highlight=False)
+
+
+def _acceptance(tokens: int, told: dict[str, Any]) -> str:
+    """What of a draft an answer of `tokens` tokens took, of which the prefill gave the first."""
+    steps = told["spec_verify_ct"]
+    histogram = told["spec_correct_drafts_histogram"]
+    accepted = ", ".join(f"{count} x {right}" for right, count in enumerate(histogram) if count)
+    return (
+        f"Acceptance length {(tokens - 1) / steps:.2f} tokens a verify step: {tokens - 1} in "
+        f"{steps} steps; drafted tokens accepted in them (steps x tokens): {accepted}\n"
+    )
 
 
 def _show(console: Console, server: Server) -> None:

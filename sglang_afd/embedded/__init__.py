@@ -1,7 +1,7 @@
 """The embedded model: a small Qwen3-MoE trained on Python's documentation.
 
 What ``launch_server`` serves when no ``--model-path`` is given. PROVENANCE.md beside this file says
-what it was trained on, how, and what it can and cannot do.
+what it was trained on, how, and what it can and cannot do.  It has a draft for speculation.
 """
 
 from __future__ import annotations
@@ -19,3 +19,8 @@ SAMPLE_CHAT = "Explain the `with` statement."
 def path() -> Path:
     """The checkpoint's directory, for ``--model-path``."""
     return Path(__file__).resolve().parent / "model"
+
+
+def draft_path() -> Path:
+    """The directory of its EAGLE-3 draft, for ``--speculative-draft-model-path``."""
+    return Path(__file__).resolve().parent / "draft"

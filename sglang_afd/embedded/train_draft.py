@@ -3,16 +3,17 @@
     python -m sglang_afd.embedded.train_draft --out DIR --minutes 2                  # on a GPU
     python -m sglang_afd.embedded.train_draft --out DIR --device cpu --minutes 18 \
         --tokens-per-step 2048
-    python -m sglang_afd.embedded.train_draft --plot DIR               # draws loss_curve.json
+    python -m sglang_afd.embedded.train_draft --plot DIR               # draws draft_curve.json
 
 The draft is trained as it is used ("training-time test"): unrolled over several steps, each reading
 what the one before made, against the target's own distribution of the same text.  Half of the text
 is the target's documents, half is what the target writes itself (`written`).  The documents that
 are held out from the target are held out from the draft too.
 
-Writes ``DIR/draft`` (the checkpoint, bf16), ``DIR/loss_curve.json`` (with what made the run and the
-estimate of the acceptance length) and ``DIR/held_out.json`` (the prompts of that estimate).  Needs
-torch, numpy, safetensors and tokenizers alone, so it also runs where SGLang is not installed:
+Writes ``DIR/draft`` (the checkpoint, bf16), ``DIR/draft_curve.json`` (with what made the run and
+the estimate of the acceptance length) and ``DIR/draft_prompts.json`` (the prompts of that
+estimate).  Needs torch, numpy, safetensors and tokenizers alone, so it also runs where SGLang is
+not installed:
 ``python -c 'from sglang_afd.embedded.train_draft import main; main()' --out DIR ...``
 """
 
@@ -302,8 +303,8 @@ def main(argv: list[str] | None = None) -> None:
     """Train a draft, or draw the curve of one."""
     args = parse_args(argv)
     if args.plot is not None:
-        record = json.loads((args.plot / "loss_curve.json").read_text())
-        plot(record["curve"], args.plot / "loss_curve.png", LABELS)
+        record = json.loads((args.plot / "draft_curve.json").read_text())
+        plot(record["curve"], args.plot / "draft_curve.png", LABELS)
         return
     settings = Settings(seed=args.seed, tokens_per_step=args.tokens_per_step, written=args.written)
     documents = corpus.loads(args.corpus.read_bytes()) if args.corpus else corpus.build()
@@ -354,9 +355,9 @@ def main(argv: list[str] | None = None) -> None:
         },
         "curve": run.curve,
     }
-    (args.out / "loss_curve.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.out / "draft_curve.json").write_text(json.dumps(record, indent=1) + "\n")
     held_out = {name: ids.tolist() for name, ids in prompts.items() if name.startswith("held-out")}
-    (args.out / "held_out.json").write_text(json.dumps(held_out) + "\n")
+    (args.out / "draft_prompts.json").write_text(json.dumps(held_out) + "\n")
 
 
 def _versions() -> dict[str, str]:

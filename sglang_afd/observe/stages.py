@@ -218,6 +218,7 @@ class StepTimer:
         rank: int | None,
         experts: int,
         sources: int = 1,
+        pause: int = 1,
     ) -> None:
         """Make a timer that nobody listens to.
 
@@ -228,6 +229,7 @@ class StepTimer:
             experts: how many it has of a layer.
             sources: rows that come in decode for one that a rank announces, see
                 `sglang_afd.emulation`.
+            pause: how many plans in a row in which nobody has anything end a sequence of steps.
         """
         self._own_work, self._make_clock, self._rank = own_work, clock, rank
         self._experts, self._sources = experts, sources
@@ -238,6 +240,8 @@ class StepTimer:
         self._stamps: Sequence[Stamps] = ()
         self._beside: dict[int, list[Span]] = {}
         self._agreed = 0.0
+        self._empty, self._pause = 0, pause
+        """Plans in a row in which nobody had anything."""
         self._going: set[tuple[int, Path]] = set()
         self._starts: dict[tuple[int, Path], float] = {}
 
@@ -260,9 +264,11 @@ class StepTimer:
     def agreed(self, plan: StepPlan) -> None:
         """The ranks have agreed on the next step's plan."""
         self._agreed = time.monotonic()
-        if not any(plan.rows) and not plan.work:
+        empty = not any(plan.rows) and not plan.work
+        self._empty = self._empty + 1 if empty else 0
+        if self._empty == self._pause:
             self._going.clear()
-        elif not self._own(plan.rows):
+        elif not empty and not self._own(plan.rows):
             self._going -= {(plan.lane, path) for path in Path}
         if self._clock is not None:
             self._tell(self._clock)  # of the last steps before a pause

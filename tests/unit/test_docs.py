@@ -74,7 +74,7 @@ def test_help_texts_hold_no_path_of_this_machine() -> None:
 
 NOT_FOR_USERS = {
     # how the embedded model was made: sglang_afd/embedded/PROVENANCE.md
-    *(f"sglang_afd.embedded.{name}" for name in ("corpus", "evaluate", "train")),
+    *(f"sglang_afd.embedded.{name}" for name in ("corpus", "evaluate", "train", "train_draft")),
     # what the validator runs in the reference's environment
     *(f"sglang_afd.validate.{name}" for name in ("environment", "hf_worker")),
 }

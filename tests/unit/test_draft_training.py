@@ -153,11 +153,11 @@ def test_a_few_steps_write_a_draft_that_is_served(
     path = ("--speculative-draft-model-path", str(tmp_path / "draft"))
     assert refused(make_facts(embedded.path(), *flags, *path), "model") == []
     assert (tmp_path / "draft" / "model.safetensors").stat().st_size < 6_000_000
-    record = json.loads((tmp_path / "loss_curve.json").read_text())
+    record = json.loads((tmp_path / "draft_curve.json").read_text())
     losses = [point["training"] for point in record["curve"]]
     assert losses[-1] < losses[0] - 0.5, losses
-    kept = json.loads((tmp_path / "held_out.json").read_text())
+    kept = json.loads((tmp_path / "draft_prompts.json").read_text())
     assert kept == {f"held-out {of}": [[100] * PROMPT] for of in ("documents", "wordings")}
     assert all(record["acceptance"][name]["length"] >= 1 for name in (*kept, "documents"))
     train_draft.main(["--plot", str(tmp_path)])
-    assert (tmp_path / "loss_curve.png").stat().st_size > 1000
+    assert (tmp_path / "draft_curve.png").stat().st_size > 1000

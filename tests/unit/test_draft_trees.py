@@ -165,7 +165,7 @@ def sample(
     return kept, lengths, predicts.view(number, count)
 
 
-SAMPLES = 4_000
+SAMPLES = 20_000
 CRITICAL = 16.81  # of chi squared with 6 degrees of freedom, at 1 %
 
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
 from sglang_afd import embedded
 from sglang_afd.embedded.evaluate import expert_use, greedy, load, zero_experts
+from tests.support.gate_facts import make_facts, refused
 
 pytestmark = pytest.mark.unit
 
@@ -147,3 +148,18 @@ def test_zeroing_the_experts_changes_the_answer(tokenizer: Tokenizer) -> None:
     model = load(embedded.path(), "cpu")
     zero_experts(model)
     assert not say(model, tokenizer, embedded.SAMPLE_PROMPT, 8).startswith(WITH[:5])
+
+
+def test_the_draft_is_small_and_this_models() -> None:
+    """The strict check of drafts lets it pass, and it was made of the text that the model knows."""
+    assert sum(f.stat().st_size for f in embedded.draft_path().iterdir()) <= 6_000_000
+    flags = ("--speculative-algorithm", "EAGLE3")
+    path = ("--speculative-draft-model-path", str(embedded.draft_path()))
+    assert refused(make_facts(embedded.path(), *flags, *path), "model") == []
+    model, draft = (
+        json.loads((embedded.path().parent / name).read_text())
+        for name in ("loss_curve.json", "draft_curve.json")
+    )
+    assert draft["run"]["corpus_sha256"] == model["run"]["corpus_sha256"]
+    losses = [point["training"] for point in draft["curve"]]
+    assert losses[-1] < losses[0] / 3

@@ -167,7 +167,7 @@ def test_wheel_holds_every_package_and_the_model(tmp_path: Path) -> None:
         for folder in FOLDERS
         for path in (source / folder).rglob("*")
         if path.suffix == ".py"
-        or path.parent == source / "sglang_afd" / "embedded" / "model"
+        or path.parent in [source / "sglang_afd" / "embedded" / d for d in ("model", "draft")]
         or (path.is_relative_to(source / "sglang_afd" / "validate") and path.is_file())
         or path.suffix == ".patch"
     }

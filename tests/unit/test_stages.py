@@ -53,10 +53,12 @@ def plan(
 class Rank:
     """A timer of world rank 0 of 2, and what it told."""
 
-    def __init__(self, rank: int | None = 0) -> None:
+    def __init__(self, rank: int | None = 0, pause: int = 1) -> None:
         self.clock = FakeClock()
         self.told: list[StepTimes] = []
-        self.timer = StepTimer(Stage.ATTENTION, lambda: self.clock, rank=rank, experts=3)
+        self.timer = StepTimer(
+            Stage.ATTENTION, lambda: self.clock, rank=rank, experts=3, pause=pause
+        )
         self.timer.subscribe(self.told.append)
 
     def run(self, agreed: StepPlan, seconds: float = 1.0) -> None:
@@ -267,6 +269,16 @@ def test_stamps_are_armed_while_somebody_listens() -> None:
     assert not stamps.on
     rank.timer.subscribe(more.append)
     assert stamps.on
+
+
+@pytest.mark.parametrize(("empty", "known"), [(0, True), (1, True), (2, False), (3, False)])
+def test_with_a_draft_one_empty_plan_is_no_pause(empty: int, known: bool) -> None:
+    rank = Rank(pause=2)
+    rank.run(plan(0, 1, 0))
+    for _ in range(empty):
+        rank.timer.agreed(plan(1, 0, 0))
+    rank.run(plan(2, 1, 0))
+    assert (rank.told[1].interval is not None) is known
 
 
 def test_what_is_beside_steps_is_told_with_the_lanes_next_decode_step() -> None:
