@@ -48,6 +48,10 @@ class RankContext:
     """Lanes in which this rank has requests to decode, a bit each."""
     plan: StepPlan | None = None
     """The plan of the step that runs next, or None outside of steps."""
+    attention_layers: tuple[int, ...] = ()
+    """CAD: the decoder layers, in each of which rows are exchanged; none in AFD mode."""
+    row_width: float = field(init=False)
+    """Elements of a row as it is sent into a layer, on average over the layers."""
     rows_per_request: int = 1
     """Rows that a request has in a decode step: with speculation, the tokens that are verified."""
     placement: Placement | None = None
@@ -62,6 +66,7 @@ class RankContext:
     def __post_init__(self) -> None:
         self.config_hash = fingerprint(self.agreement)
         facts = self.facts
+        self.row_width = facts.hidden_size
         self.placed = self.placement or in_order(
             facts.layers, facts.num_experts, self.config.expert_replicas
         )
@@ -83,6 +88,11 @@ class RankContext:
     def role(self) -> Role:
         """This rank's role."""
         return self.topology.role_of(self.rank)
+
+    @property
+    def exchanged(self) -> tuple[int, ...]:
+        """The decoder layers in which rows are exchanged between the roles."""
+        return self.attention_layers or self.facts.layers
 
     @property
     def leads(self) -> bool:
@@ -168,6 +178,11 @@ def enter(context: RankContext) -> RankContext:
         raise RuntimeError(f"this process already is {_current.name}")
     _current = context
     return context
+
+
+def entered() -> bool:
+    """Whether this process has a context."""
+    return _current is not None
 
 
 def current() -> RankContext:

@@ -182,7 +182,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_restart_flags(group)
     group.add_argument(
         "--afd-role",
-        choices=[role.value for role in Role],
+        choices=[Role.ATTENTION.value, Role.FFN.value],
         help="start only this role's ranks here; the other role is a second command with the same "
         "flags (with --nnodes 2 --node-rank 0|1 --dist-init-addr HOST:PORT; attention is rank 0). "
         "On one machine with a GPU for every rank of both, FFN ranks take the GPUs after those of "

@@ -23,7 +23,7 @@ from sglang_afd.causes import INTERRUPTED
 from sglang_afd.command_line import last_value, values
 from sglang_afd.config import AfdConfig, ConfigError
 from sglang_afd.running import end_with_parent, free_port
-from sglang_afd.topology import Role
+from sglang_afd.topology import Mode, Role
 from sglang_afd.upstream.handshake import TOKEN_ENV
 
 _STOP_WITHIN = 60.0  # seconds: running requests are finished first
@@ -136,9 +136,16 @@ def run(wanted: OnRay, args: Sequence[str], *, program: str) -> int:
     ).config  # the commands choose their transport themselves
     if config is None:
         raise ConfigError("--afd-ray needs --afd-attention-ranks and --afd-ffn-ranks")
+    if config.mode is Mode.CAD:
+        raise ConfigError(
+            "--afd-ray does not go with --afd-mode cad, whose roles start from one command so far; "
+            "leave it out"
+        )
     with _cluster(wanted.address) as nodes:
         on_cpu = last_value(args, "--device") == "cpu" or not any(node.gpus for node in nodes)
-        gpus = {role: 0 if on_cpu else len(_world(config, role)) for role in Role}
+        gpus = {
+            role: 0 if on_cpu else len(_world(config, role)) for role in (Role.ATTENTION, Role.FFN)
+        }
         places = place(nodes, wanted, gpus)
         for role, node in places.items():
             print(f"{program}: {role.value} ranks on {node.host} ({node.id[:12]})", flush=True)

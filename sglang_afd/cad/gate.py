@@ -58,18 +58,17 @@ def topology(facts: Facts) -> Iterator[Refusal]:
             "--afd-mode cad runs on CPUs alone so far: its exchange is gloo's, without graphs",
             "pass --device cpu, or use --afd-mode afd",
         )
-    heads, ranks = facts.checkpoint.text_config.num_key_value_heads, facts.config.attention_ranks
-    if heads % ranks:
-        yield Refusal(
-            f"{heads} key-value heads do not divide over --afd-attention-ranks {ranks}",
-            f"choose one of {', '.join(str(n) for n in range(1, heads + 1) if not heads % n)}",
-        )
-    if facts.checkpoint.family.recurrent and ranks > 1:
-        yield Refusal(
-            f"the recurrent states of {facts.checkpoint.family.name} are not shared by "
-            f"--afd-attention-ranks {ranks}",
-            "use --afd-attention-ranks 1",
-        )
+    text, ranks = facts.checkpoint.text_config, facts.config.attention_ranks
+    shared = {"key-value heads": text.num_key_value_heads}
+    if facts.checkpoint.family.recurrent:
+        shared["key heads of linear attention"] = text.linear_num_key_heads
+    for what, heads in shared.items():
+        if heads % ranks:
+            fitting = ", ".join(str(n) for n in range(1, heads + 1) if not heads % n)
+            yield Refusal(
+                f"{heads} {what} do not divide over --afd-attention-ranks {ranks}",
+                f"choose one of {fitting}",
+            )
 
 
 def execution(facts: Facts) -> Iterator[Refusal]:

@@ -39,8 +39,9 @@ def is_linear(layer: Any) -> bool:
 def form_of(layer: Any) -> Form:
     """What travels for one of SGLang's attention layers."""
     if is_linear(layer):
-        mixed = layer.q_dim + layer.k_dim + layer.v_dim
-        return Form(layer.layer_id, (mixed, layer.num_v_heads, layer.num_v_heads), layer.v_dim)
+        gates = layer.num_v_heads, layer.num_v_heads
+        widths = layer.q_dim, layer.k_dim, layer.v_dim
+        return Form(layer.layer_id, (*widths, *gates), layer.v_dim)
     queries = layer.tp_q_head_num * layer.qk_head_dim
     keys = layer.tp_k_head_num * layer.qk_head_dim
     values = layer.tp_v_head_num * layer.v_head_dim
@@ -86,8 +87,8 @@ def backend_class() -> type:
             asked = [name for name, value in kwargs.items() if value is not None]
             if is_linear(layer) and not asked:
                 assert mixed_qkv is not None and a is not None and b is not None
-                parts = [mixed_qkv, a, b]
-                rows = [part.reshape(len(mixed_qkv), -1) for part in parts]
+                parts = mixed_qkv.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=1)
+                rows = [part.reshape(len(mixed_qkv), -1) for part in (*parts, a, b)]
                 output = self._exchange(form_of(layer), rows)
                 return output.view(1, -1, layer.num_v_heads, layer.head_v_dim)
             if not save_kv_cache or q is None or k is None or v is None or asked:

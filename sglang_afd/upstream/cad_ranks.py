@@ -11,7 +11,7 @@ from sglang_afd.config import AfdConfig
 from sglang_afd.context import current
 from sglang_afd.dispatch.messages import Messages
 from sglang_afd.dispatch.step_plan import MOST_ROWS, Caps
-from sglang_afd.upstream import cad_attention, cad_memory, cad_model, cad_states
+from sglang_afd.upstream import cad_layers, cad_memory, cad_model, cad_states
 from sglang_afd.upstream.cad_attention import Attend
 from sglang_afd.upstream.cad_model import backend_class, forms
 from sglang_afd.upstream.groups import make_attention_group
@@ -57,6 +57,10 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         exchange = RemoteAttention(current(), messages, forms(runner.model))
         runner.attn_backend = runner.decode_attn_backend = backend_class()(runner, exchange)
 
+    def know_width(_: None, runner: Any) -> None:
+        widths = [sum(form.inputs) for form in forms(runner.model)]
+        current().row_width = sum(widths) / len(widths)
+
     def get_ready(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal server
         from torch.distributed import barrier
@@ -86,7 +90,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     return (
         *common_hooks(config),
         *cad_model.HOOKS,
-        *cad_attention.HOOKS,
+        *cad_layers.HOOKS,
         *cad_memory.HOOKS,
         *cad_states.HOOKS,
         Hook(
@@ -118,5 +122,11 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             Kind.AROUND,
             attend_elsewhere,
             "a model rank's attention runs on the attention ranks",
+        ),
+        Hook(
+            f"{RUNNER}.init_attention_backends",
+            Kind.AFTER,
+            know_width,
+            "metrics tell how many bytes a row takes, which the model's layers say",
         ),
     )
