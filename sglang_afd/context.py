@@ -14,7 +14,7 @@ import torch
 
 from sglang_afd.config import AfdConfig, fingerprint
 from sglang_afd.dispatch.step_plan import Caps, PlanRow, StepPlan
-from sglang_afd.families import Family, MoeFacts
+from sglang_afd.families import ExpertTensor, Family, MoeFacts
 from sglang_afd.families.family import FusedExperts
 from sglang_afd.lanes import StepsInFlight
 from sglang_afd.observe.stages import DeviceClock, HostClock, Stage, StepTimer
@@ -135,15 +135,18 @@ class RankContext:
         """Whether this rank's role reads the checkpoint tensor `name`."""
         if name.startswith(self.family.unread):
             return False
-        if self.config.mode is Mode.CAD:
-            return self.leads or name.endswith(self.family.recurrent)
         tensor = self.family.expert_tensor(name)
+        if self.role is Role.MODEL:
+            return tensor is None or self._holds(tensor)
+        if self.config.mode is Mode.CAD:
+            return name.endswith(self.family.recurrent)
         if self.role is Role.ATTENTION:
             return tensor is None and self.family.experts.read_fused(name) is None
+        return tensor is not None and self._holds(tensor)
+
+    def _holds(self, tensor: ExpertTensor) -> bool:
         # Layers past the model's are those of its own draft model, which nobody runs.
-        if tensor is None or tensor.layer not in self.facts.layers:
-            return False
-        return tensor.expert in self.held(tensor.layer)
+        return tensor.layer in self.facts.layers and tensor.expert in self.held(tensor.layer)
 
     @contextmanager
     def step(self) -> Iterator[StepPlan | None]:

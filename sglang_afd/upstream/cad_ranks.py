@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from sglang_afd.cad.exchange import RemoteAttention
+from sglang_afd.cad.experts import SharedExperts
 from sglang_afd.cad.serve import AttentionServer
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import current
+from sglang_afd.dispatch.gloo import GlooTransport
 from sglang_afd.dispatch.messages import Messages
 from sglang_afd.dispatch.step_plan import MOST_ROWS, Caps
 from sglang_afd.upstream import cad_layers, cad_memory, cad_model, cad_states
 from sglang_afd.upstream.cad_attention import Attend
-from sglang_afd.upstream.cad_model import backend_class, forms
+from sglang_afd.upstream.cad_model import backend_class, forms, serve_experts
+from sglang_afd.upstream.cad_model import connect as connect_experts
 from sglang_afd.upstream.groups import make_attention_group
 from sglang_afd.upstream.holdings import measure_buffers
 from sglang_afd.upstream.hooks import Hook, Kind
@@ -44,7 +49,23 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             lambda: Messages(context.topology, context.rank, config.exchange_timeout),
             world.device_group,
         )
+        if context.leads and context.topology.leading_ranks > 1:
+            connect_experts(SharedExperts(context, share_experts(scheduler.model_config.dtype)))
         context.caps = Caps(MOST_ROWS, None)  # a step is one exchange of every layer
+
+    def share_experts(dtype: torch.dtype) -> GlooTransport:
+        context = current()
+        return GlooTransport(
+            topology=context.topology,
+            rank=context.rank,
+            num_experts=context.facts.num_experts,
+            hidden_size=context.facts.hidden_size,
+            top_k=context.facts.top_k,
+            dtype=dtype,
+            caps=Caps(MOST_ROWS, None),
+            timeout=config.exchange_timeout,
+            both_sides=messages,
+        )
 
     @on_model
     def attend_elsewhere(runner: Any) -> None:
@@ -82,7 +103,10 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             with current().step() as plan:
                 if plan is not None:
                     server.serve(plan)
-        elif not exchange.skips():
+        elif exchange.idle():
+            with current().step():
+                serve_experts(runner)
+        else:
             with exchange.step():
                 return original(runner, *args, **kwargs)
         return nothing_sampled(runner)

@@ -48,10 +48,13 @@ def roles(layout: Layout) -> list[str]:
 def test_each_role_holds_its_part(
     world: World, layout: Layout, checkpoints: Callable[[str], Path]
 ) -> None:
-    """Model ranks all of the weights and no KV, attention ranks their heads' KV and no weights."""
+    """Model ranks their slice of the experts, all other weights and no KV; attention ranks their
+    heads' KV and no weights."""
     ranks = held(world)
     assert [rank["role"] for rank in ranks] == roles(layout)
-    whole = sum(stored(checkpoints(layout.checkpoint)).values())
+    elements = stored(checkpoints(layout.checkpoint))
+    experts = sum(count for name, count in elements.items() if ".experts." in name)
+    whole = sum(elements.values()) - experts + experts // layout.ffn
     kv = [rank for rank in ranks if rank["role"] == "attention"]
     for rank in ranks:
         if rank["role"] == "model":
