@@ -14,7 +14,7 @@ import torch
 
 from sglang_afd.config import AfdConfig, fingerprint
 from sglang_afd.dispatch.step_plan import Caps, PlanRow, StepPlan
-from sglang_afd.families import Family, MoeFacts
+from sglang_afd.families import ExpertTensor, Family, MoeFacts
 from sglang_afd.families.family import FusedExperts
 from sglang_afd.lanes import StepsInFlight
 from sglang_afd.observe.stages import DeviceClock, HostClock, Stage, StepTimer
@@ -48,6 +48,10 @@ class RankContext:
     """Lanes in which this rank has requests to decode, a bit each."""
     plan: StepPlan | None = None
     """The plan of the step that runs next, or None outside of steps."""
+    attention_layers: tuple[int, ...] = ()
+    """CAD: the decoder layers, in each of which rows are exchanged; none in AFD mode."""
+    row_width: float = field(init=False)
+    """Elements of a row as it is sent into a layer, on average over the layers."""
     rows_per_request: int = 1
     """Rows that a request has in a decode step: with speculation, the tokens that are verified."""
     placement: Placement | None = None
@@ -62,6 +66,7 @@ class RankContext:
     def __post_init__(self) -> None:
         self.config_hash = fingerprint(self.agreement)
         facts = self.facts
+        self.row_width = facts.hidden_size
         self.placed = self.placement or in_order(
             facts.layers, facts.num_experts, self.config.expert_replicas
         )
@@ -85,6 +90,11 @@ class RankContext:
     def role(self) -> Role:
         """This rank's role."""
         return self.topology.role_of(self.rank)
+
+    @property
+    def exchanged(self) -> tuple[int, ...]:
+        """The decoder layers in which rows are exchanged between the roles."""
+        return self.attention_layers or self.facts.layers
 
     @property
     def leads(self) -> bool:
@@ -127,15 +137,18 @@ class RankContext:
         """Whether this rank's role reads the checkpoint tensor `name`."""
         if name.startswith(self.family.unread):
             return False
-        if self.config.mode is Mode.CAD:
-            return self.leads or name.endswith(self.family.recurrent)
         tensor = self.family.expert_tensor(name)
+        if self.role is Role.MODEL:
+            return tensor is None or self._holds(tensor)
+        if self.config.mode is Mode.CAD:
+            return name.endswith(self.family.recurrent)
         if self.role is Role.ATTENTION:
             return tensor is None and self.family.experts.read_fused(name) is None
+        return tensor is not None and self._holds(tensor)
+
+    def _holds(self, tensor: ExpertTensor) -> bool:
         # Layers past the model's are those of its own draft model, which nobody runs.
-        if tensor is None or tensor.layer not in self.facts.layers:
-            return False
-        return tensor.expert in self.held(tensor.layer)
+        return tensor.layer in self.facts.layers and tensor.expert in self.held(tensor.layer)
 
     @contextmanager
     def step(self) -> Iterator[StepPlan | None]:
@@ -170,6 +183,11 @@ def enter(context: RankContext) -> RankContext:
         raise RuntimeError(f"this process already is {_current.name}")
     _current = context
     return context
+
+
+def entered() -> bool:
+    """Whether this process has a context."""
+    return _current is not None
 
 
 def current() -> RankContext:

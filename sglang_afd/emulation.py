@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_afd.topology import Role, Topology
+from sglang_afd.topology import Mode, Role, Topology
 
 SEED = 20261130
 """Of the draws; the rank and the lane come on top."""
@@ -50,16 +50,19 @@ class Emulation:
     @property
     def served(self) -> Topology:
         """What a decode exchange looks like to the FFN ranks that are there: all sources, them."""
-        return Topology(self.whole.attention_ranks, self.real.ffn_ranks, self.real.attention_tp)
+        real = self.real
+        if real.mode is Mode.CAD:  # nothing is emulated
+            return real
+        return Topology(self.whole.attention_ranks, real.ffn_ranks, real.attention_tp)
 
     def host_of(self, source: int) -> int:
         """The real world rank that sends a source's rows."""
-        return source % len(self.real.attention_world)
+        return source % len(self.real.leading_world)
 
     def emulated_by(self, rank: int) -> range:
         """The sources that the attention world rank `rank` stands for beside itself."""
-        real = len(self.real.attention_world)
-        return range(rank + real, len(self.whole.attention_world), real)
+        real = len(self.real.leading_world)
+        return range(rank + real, len(self.whole.leading_world), real)
 
     def name_of(self, source: int) -> str:
         """How messages call a source."""
@@ -68,7 +71,7 @@ class Emulation:
 
     def is_real(self, source: int) -> bool:
         """Whether a source is a rank."""
-        return source in self.real.attention_world
+        return source in self.real.leading_world
 
     def experts_of(self, rank: int, num_experts: int) -> range:
         """The expert ids that the real FFN world rank `rank` owns.

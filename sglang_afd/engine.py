@@ -20,6 +20,7 @@ def Engine(**arguments: Any) -> Any:
     Args:
         arguments: SGLang's server arguments, and these of AFD, all by the names of the flags:
             ``afd_attention_ranks`` and ``afd_ffn_ranks`` (both, or this is SGLang's engine),
+            ``afd_mode``, with which ``afd_model_ranks`` may stand in place of the latter,
             ``afd_attention_tp``, ``afd_transport``, ``afd_max_tokens_per_rank``,
             ``afd_prefill_block``, ``afd_lanes``, ``afd_expert_replicas``,
             ``afd_expert_placement``, ``afd_startup_timeout``, ``afd_exchange_timeout``,

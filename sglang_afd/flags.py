@@ -10,7 +10,7 @@ from sglang_afd.addresses import is_local, parse_address
 from sglang_afd.command_line import int_value, last_value, values
 from sglang_afd.config import MOST_LANES, MOST_ROWS, TRANSPORTS, AfdConfig, ConfigError
 from sglang_afd.speculation import asked, rows_needed
-from sglang_afd.topology import Mode, Role
+from sglang_afd.topology import COMMANDS, Mode, Role
 
 _DP_RANKS = "DP ranks are --afd-attention-ranks + --afd-ffn-ranks"
 _WORLD = "the world is (--afd-attention-ranks + --afd-ffn-ranks) x --afd-attention-tp"
@@ -195,7 +195,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_restart_flags(group)
     group.add_argument(
         "--afd-role",
-        choices=[role.value for role in Role],
+        choices=[role.value for role in COMMANDS],
         help="start only this role's ranks here; the other role is a second command with the same "
         "flags (with --nnodes 2 --node-rank 0|1 --dist-init-addr HOST:PORT; attention is rank 0). "
         "On one machine with a GPU for every rank of both, FFN ranks take the GPUs after those of "

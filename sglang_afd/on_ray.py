@@ -23,7 +23,7 @@ from sglang_afd.causes import INTERRUPTED
 from sglang_afd.command_line import last_value, values
 from sglang_afd.config import AfdConfig, ConfigError
 from sglang_afd.running import asked_to_stop, end_with_parent, free_port
-from sglang_afd.topology import Role
+from sglang_afd.topology import COMMANDS, Mode, Role
 from sglang_afd.upstream.handshake import TOKEN_ENV
 
 _STOP_WITHIN = 60.0  # seconds: running requests are finished first
@@ -136,9 +136,14 @@ def run(wanted: OnRay, args: Sequence[str], *, program: str) -> int:
     ).config  # the commands choose their transport themselves
     if config is None:
         raise ConfigError("--afd-ray needs --afd-attention-ranks and --afd-ffn-ranks")
+    if config.mode is Mode.CAD:
+        raise ConfigError(
+            "--afd-ray does not go with --afd-mode cad, whose roles start from one command so far; "
+            "leave it out"
+        )
     with _cluster(wanted.address) as nodes:
         on_cpu = last_value(args, "--device") == "cpu" or not any(node.gpus for node in nodes)
-        gpus = {role: 0 if on_cpu else len(_world(config, role)) for role in Role}
+        gpus = {role: 0 if on_cpu else len(_world(config, role)) for role in COMMANDS}
         places = place(nodes, wanted, gpus)
         for role, node in places.items():
             print(f"{program}: {role.value} ranks on {node.host} ({node.id[:12]})", flush=True)
@@ -248,7 +253,7 @@ def _supervise(
     host, port = ray.get(actors[Role.ATTENTION].free_address.remote(), timeout=_STOP_WITHIN)
     _, health_port = ray.get(actors[Role.FFN].free_address.remote(), timeout=_STOP_WITHIN)
     token = os.environ.get(TOKEN_ENV) or secrets.token_hex()
-    for rank, role in enumerate((Role.ATTENTION, Role.FFN)):
+    for rank, role in enumerate(COMMANDS):
         own = ["--afd-role", role.value, "--nnodes", "2", "--node-rank", str(rank)]
         own += ["--dist-init-addr", f"{host}:{port}"]
         if role is Role.FFN:  # the nodes may be one machine, where --port is the other command's
@@ -258,7 +263,7 @@ def _supervise(
     with asked_to_stop() as asked:
         status = _await_first(ends, asked, program)
     left = list(ends)
-    for role in (Role.ATTENTION, Role.FFN):  # the FFN command ends with the attention command
+    for role in COMMANDS:  # the FFN command ends with the attention command
         actors[role].stop.remote()
         _, left = ray.wait(left, num_returns=len(left), timeout=_STOP_WITHIN)
         if not left:

@@ -34,6 +34,8 @@ class Role(Enum):
     MODEL = "model"
 
 
+COMMANDS = (Role.ATTENTION, Role.FFN)
+"""Roles that a command of its own may start (``--afd-role``)."""
 _NAMES = {Role.ATTENTION: "attention", Role.FFN: "FFN", Role.MODEL: "model"}
 
 

@@ -108,8 +108,8 @@ def describe(trace: Trace) -> str:
         for seconds in (found.step, found.attention, found.experts, found.exposed)
     )
     lines += [
-        f"decode step {step} (mean of {found.steps}): attention {attention}, experts {experts}, "
-        f"exposed {exposed}",
+        f"decode step {step} (mean of {found.steps}): attention {attention}, "
+        f"{found.others} {experts}, exposed {exposed}",
         f"overlap efficiency {found.efficiency:.2f}: the share of a step that the busier role's "
         f"own work explains",
     ]

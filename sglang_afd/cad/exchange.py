@@ -49,17 +49,10 @@ class RemoteAttention:
                 f"still wait for them"
             )
 
-    def skips(self) -> bool:
-        """Take part in a step in which this rank has no rows: nothing is sent.
-
-        Returns:
-            whether it was one; if not, the model must run.
-        """
+    def idle(self) -> bool:
+        """Whether this rank has no rows in the step that was agreed on: nothing is sent then."""
         plan = self._context.plan
-        if plan is None or plan.rows[self._context.rank]:
-            return False
-        with self._context.step():
-            return True
+        return plan is not None and not plan.rows[self._context.rank]
 
     def announce(self, tables: StepTables) -> None:
         """Tell the attention ranks of the step's requests, before its first layer.

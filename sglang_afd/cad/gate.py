@@ -15,15 +15,15 @@ FAMILIES = ("Qwen3-MoE", "MiniMax-M2", "Qwen3.5-MoE, text")
 """Families whose attention CAD serves, by name."""
 _AFD = "leave it out, or use --afd-mode afd"
 _ONE_EXCHANGE = "a step's attention is one exchange a layer, of as many rows as there are"
-_WHOLE = "every model rank has all experts of a layer"
+_SLICES = "model ranks have equal slices of the experts, in order"
 _UNSERVED: tuple[tuple[str, str], ...] = (
     # fields of AfdConfig, which are flags, and why another value than the default is refused
     ("attention_tp", "attention ranks share key-value heads (--afd-attention-ranks), and model "
      "ranks share nothing"),
     ("max_tokens_per_rank", _ONE_EXCHANGE),
     ("prefill_block", _ONE_EXCHANGE),
-    ("expert_replicas", _WHOLE),
-    ("expert_placement", _WHOLE),
+    ("expert_replicas", _SLICES),
+    ("expert_placement", _SLICES),
     ("emulated_attention_ranks", "emulation stands for FFN exchanges"),
     ("emulated_ffn_ranks", "emulation stands for FFN exchanges"),
     ("command_role", "both roles start from one command so far"),
@@ -58,18 +58,26 @@ def topology(facts: Facts) -> Iterator[Refusal]:
             "--afd-mode cad runs on CPUs alone so far: its exchange is gloo's, without graphs",
             "pass --device cpu, or use --afd-mode afd",
         )
-    heads, ranks = facts.checkpoint.text_config.num_key_value_heads, facts.config.attention_ranks
-    if heads % ranks:
+    experts, owners = facts.moe.num_experts if facts.moe else 0, facts.config.ffn_ranks
+    if experts % owners:
         yield Refusal(
-            f"{heads} key-value heads do not divide over --afd-attention-ranks {ranks}",
-            f"choose one of {', '.join(str(n) for n in range(1, heads + 1) if not heads % n)}",
+            f"{experts} experts do not divide over --afd-model-ranks {owners}",
+            f"choose one of {_divisors(experts)}",
         )
-    if facts.checkpoint.family.recurrent and ranks > 1:
-        yield Refusal(
-            f"the recurrent states of {facts.checkpoint.family.name} are not shared by "
-            f"--afd-attention-ranks {ranks}",
-            "use --afd-attention-ranks 1",
-        )
+    text, ranks = facts.checkpoint.text_config, facts.config.attention_ranks
+    shared = {"key-value heads": text.num_key_value_heads}
+    if facts.checkpoint.family.recurrent:
+        shared["key heads of linear attention"] = text.linear_num_key_heads
+    for what, heads in shared.items():
+        if heads % ranks:
+            yield Refusal(
+                f"{heads} {what} do not divide over --afd-attention-ranks {ranks}",
+                f"choose one of {_divisors(heads)}",
+            )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if not number % n)
 
 
 def execution(facts: Facts) -> Iterator[Refusal]:
@@ -91,7 +99,9 @@ def topology_summary(facts: Facts) -> str:
     config = facts.config
     assert config.mode is Mode.CAD
     heads = facts.checkpoint.text_config.num_key_value_heads // config.attention_ranks
+    experts = facts.checkpoint.moe_facts().num_experts // config.ffn_ranks
     return (
         f"{config.attention_ranks} attention ranks with {heads} key-value heads each, "
-        f"{config.ffn_ranks} model ranks with all of the rest each, on the CPU"
+        f"{config.ffn_ranks} model ranks with all of the rest but the "
+        f"others' experts, {experts} of a layer each, on the CPU"
     )

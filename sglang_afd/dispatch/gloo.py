@@ -12,14 +12,14 @@ it; what comes back for them is thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle
 from typing import NamedTuple
 
 import torch
 
 from sglang_afd.dispatch.draws import draw
-from sglang_afd.dispatch.messages import Messages
+from sglang_afd.dispatch.messages import Messages, Sending
 from sglang_afd.dispatch.step_plan import Caps, Path, Round
 from sglang_afd.dispatch.transport import RoutedRows, RowBatch, nothing
 from sglang_afd.emulation import Emulation
@@ -65,6 +65,7 @@ class GlooTransport:
         caps: Caps,
         timeout: float,
         emulation: Emulation | None = None,
+        both_sides: Messages | None = None,
     ) -> None:
         """Join the exchange group: a collective call of all world ranks.
 
@@ -72,6 +73,9 @@ class GlooTransport:
             caps: rows in one round; any number can travel, more take more memory at a time.
             timeout: seconds an operation waits for a peer.
             emulation: None: nothing is emulated.
+            both_sides: sources and owners of experts are the same ranks (CAD's model ranks), and
+                these are their messages; what a rank sends is then waited for in `settle`, for its
+                peers take it only once they have sent theirs.
         """
         self._emulation = emulation = emulation or Emulation.none(topology)
         self.caps = caps
@@ -79,10 +83,11 @@ class GlooTransport:
         self._per_rank = emulation.whole.experts_per_rank(num_experts)
         self._hidden_size, self._top_k, self._dtype = hidden_size, top_k, dtype
         self._draws: Iterator[torch.Tensor] | None = None
-        if rank in topology.attention_world and emulation.emulated_by(rank):
+        if topology.leads(rank) and emulation.emulated_by(rank):
             draws = draw(emulation, rank, cap=caps.decode, num_experts=num_experts, top_k=top_k)
             self._draws = cycle(draws)
-        self._messages = Messages(topology, rank, timeout)
+        self._later: list[tuple[Sending, str]] | None = None if both_sides is None else []
+        self._messages = both_sides or Messages(topology, rank, timeout)
 
     def load(self) -> None:
         """See `Transport.load`: joining the group has connected the peers."""
@@ -109,8 +114,7 @@ class GlooTransport:
                     pending.append(self._messages.send(routing, peer))
                     if picks[peer].numel():
                         pending.append(self._messages.send(hidden[picks[peer]], peer))
-        for sending in pending:
-            self._messages.wait(sending)
+        self._finish(pending, "sending rows to")
         own_sent()
         return _Sent(picked, rows.hidden)
 
@@ -130,7 +134,7 @@ class GlooTransport:
         """See `Transport.receive`."""
         hidden, ids, weights, sources = [], [], [], []
         decode = round_.path is Path.DECODE
-        for source in self._emulation.served.attention_world:
+        for source in self._emulation.served.leading_world:
             peer = self._emulation.host_of(source)
             count = round_.counts[peer] if decode or source == peer else 0
             if not count:
@@ -163,8 +167,20 @@ class GlooTransport:
             for (peer, count), block in zip(handle.sources, blocks, strict=True)
             if count
         ]
+        self._finish(pending, _BACK)
+
+    def settle(self) -> None:
+        """Wait until all that this rank has sent has left, if it is on both sides."""
+        for sending, doing in self._later or ():
+            self._messages.wait(sending, doing)
+        self._later = self._later and []
+
+    def _finish(self, pending: Iterable[Sending], doing: str) -> None:
+        if self._later is not None:
+            self._later += [(sending, doing) for sending in pending]
+            return
         for sending in pending:
-            self._messages.wait(sending, _BACK)
+            self._messages.wait(sending, doing)
 
     def samples(self) -> list[RowBatch]:
         """One row, of the first expert."""

@@ -115,8 +115,8 @@ SERVED: tuple[Feature, ...] = (
     served(
         "Core-attention disaggregation (--afd-mode cad)",
         "integration/test_cad.py::test_each_role_holds_its_part",
-        limit="docs/cad.md: Qwen3-MoE on CPUs; what of this table goes with it is a list in "
-        "sglang_afd/features/cad.py, and the rest is refused",
+        limit="docs/cad.md: CPU only, Qwen3-MoE, MiniMax-M2, Qwen3.5 (text); what of this table "
+        "goes with it is a list in sglang_afd/features/cad.py, and the rest is refused",
     ),
     served(
         "Redundant and placed experts (--afd-expert-replicas, --afd-expert-placement)",

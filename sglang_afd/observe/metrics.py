@@ -45,10 +45,10 @@ SERIES = (
     ),
     Series("exposed_seconds", "counter", (), "time in steps without own work: waiting, exchanging"),
     Series("replayed_steps", "counter", (), "steps replayed from graphs"),
-    Series("exchanges", "counter", (), "exchanges with the other role, each of one MoE layer"),
-    Series("exchanged_rows", "counter", (), "rows sent in them (on FFN ranks: of all)"),
+    Series("exchanges", "counter", (), "exchanges with the other role, each of one layer"),
+    Series("exchanged_rows", "counter", (), "rows sent in them (on ranks that serve: of all)"),
     Series(
-        "exchanged_bytes", "counter", (), "bytes of those rows' hidden state, counted once a row"
+        "exchanged_bytes", "counter", (), "bytes of those rows as they are sent, counted once a row"
     ),
     Series("counted_exchanges", "counter", (), "exchanges whose experts' rows were counted"),
     Series("expert_rows", "counter", (), "rows that this rank's experts got in those"),
@@ -65,7 +65,7 @@ class StepMetrics:
         self,
         role: str,
         rank: int,
-        row_bytes: int,
+        row_bytes: float,
         layers: int,
         registry: CollectorRegistry | None = None,
     ) -> None:
@@ -74,8 +74,8 @@ class StepMetrics:
         Args:
             role: as the label has it.
             rank: world rank.
-            row_bytes: of one hidden row.
-            layers: MoE layers of the model.
+            row_bytes: of one row as it is sent into a layer.
+            layers: in which rows are exchanged.
             registry: of this process's own; None: prometheus_client's.
         """
         self._role, self._rank = role, str(rank)

@@ -29,7 +29,7 @@ def of(
     Args:
         states: internal states, of the first world rank of each DP rank (with attention TP the
             others do the same work).
-        loads: SGLang's load snapshots, by attention DP rank.
+        loads: SGLang's load snapshots, by the DP rank that takes requests.
         started: when the server started, in seconds since the epoch.
     """
     told = {state["afd"]["rank"]: state["afd"] for state in states}
@@ -38,7 +38,7 @@ def of(
     for rank, holdings in enumerate(states[0]["afd"]["ranks"]):
         own = told.get(holdings["rank"], {})
         dp_rank, place = divmod(rank, config["attention_tp"])
-        load = loads.get(dp_rank) if holdings["role"] == "attention" and not place else None
+        load = loads.get(dp_rank) if holdings["role"] != "ffn" and not place else None
         ranks.append(
             {
                 **holdings,

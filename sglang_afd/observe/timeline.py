@@ -35,7 +35,9 @@ class Overlap(NamedTuple):
     attention: float
     """Ta: own work of the busiest attention rank."""
     experts: float
-    """Te: own work of the busiest FFN rank."""
+    """Te: own work of the busiest FFN rank, or (CAD) model rank."""
+    others: str = "experts"
+    """What that rank's own work is."""
 
     @property
     def exposed(self) -> float:
@@ -54,7 +56,8 @@ def overlap(trace: Trace) -> Overlap:
     Raises:
         BadTrace: no two of them followed one another, or nothing tells their stages.
     """
-    per_role: dict[str, list[float]] = {"attention": [], "ffn": []}
+    leading, other = _roles(trace)
+    per_role: dict[str, list[float]] = {"attention": [], other: []}
     intervals: list[float] = []
     untold: list[TracedStep] = []
     for rank in trace.ranks:
@@ -66,14 +69,14 @@ def overlap(trace: Trace) -> Overlap:
         lanes = len({step.lane for step in found})
         own = statistics.fmean(_own_work(step) for step in found)
         per_role[rank.role].append(own * lanes)
-        if rank.role == "attention" and len(found) > len(intervals):
+        if rank.role == leading and len(found) > len(intervals):
             intervals = [step.interval for step in found if step.interval is not None]
     if untold:
         raise BadTrace(
             f"nothing tells the stages of step {untold[0].step_id} and the rank's others, replayed "
             f"from CUDA graphs; record more steps while requests run"
         )
-    if not intervals or not per_role["ffn"]:
+    if not intervals or not all(per_role.values()):
         raise BadTrace(
             "no decode step in the trace followed another one on both roles; record more steps "
             "while requests run"
@@ -82,8 +85,15 @@ def overlap(trace: Trace) -> Overlap:
         len(intervals),
         statistics.fmean(intervals),
         max(per_role["attention"]),
-        max(per_role["ffn"]),
+        max(per_role[other]),
+        "experts" if other == "ffn" else "the rest of the model",
     )
+
+
+def _roles(trace: Trace) -> tuple[str, str]:
+    """The role that holds requests, and the one beside attention."""
+    cad = any(rank.role == "model" for rank in trace.ranks)
+    return ("model", "model") if cad else ("attention", "ffn")
 
 
 def _decodes(rank: RankTrace) -> list[TracedStep]:
@@ -190,7 +200,7 @@ def draw(trace: Trace, file: Path) -> None:
         handles=[
             Patch(facecolor=shade, hatch=hatch, edgecolor="black", label=label)
             for label, (shade, hatch) in (
-                ("attention / experts", _SHADES[Stage.ATTENTION]),
+                ("own work", _SHADES[Stage.ATTENTION]),
                 ("dispatch / reply", _SHADES[Stage.DISPATCH]),
                 ("combine / receive, with the wait", _SHADES[Stage.COMBINE]),
                 ("idle", ("white", "")),
@@ -205,11 +215,12 @@ def draw(trace: Trace, file: Path) -> None:
 
 
 def _middle_step(trace: Trace) -> TracedStep:
-    """A decode step in the middle of those of the attention rank that has most."""
+    """A decode step in the middle of those of the rank with requests that has most."""
+    leading, _ = _roles(trace)
     candidates = [
         [step for step in _decodes(rank) if step.spans]
         for rank in trace.ranks
-        if rank.role == "attention"
+        if rank.role == leading
     ]
     steps = max(candidates, key=len, default=[])
     if not steps:

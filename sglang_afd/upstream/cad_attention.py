@@ -1,88 +1,18 @@
-"""CAD, attention ranks: SGLang's attention layers of this rank's heads, its backend and KV pool."""
+"""CAD, attention ranks: SGLang's attention backend and pools serve the steps of model ranks."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from sglang_afd.cad.serve import Layer
 from sglang_afd.cad.tables import StepTables
 from sglang_afd.context import current
-from sglang_afd.topology import Mode, Role
 from sglang_afd.upstream import cad_states
 from sglang_afd.upstream.cad_memory import share_of_pool
-from sglang_afd.upstream.cad_model import attention_layers, form_of, is_linear
-from sglang_afd.upstream.hooks import Hook, Kind
-
-
-class AttentionModel(nn.Module):
-    """All that an attention rank has of the model: its attention layers, which have no weights but
-    those of a linear attention's recurrence."""
-
-    whole: type[nn.Module]
-    """The model's own class."""
-
-    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
-        super().__init__()
-        self.config, self.quant_config = config, quant_config
-        self.start_layer = 0
-        self.end_layer = getattr(config, "text_config", config).num_hidden_layers
-        with torch.device("meta"):  # its layers are as the model makes them, its weights nowhere
-            whole = self.whole(config, quant_config=quant_config, prefix=prefix)
-        layers = attention_layers(whole)
-        for layer in layers:
-            if is_linear(layer):
-                for name in _RECURRENT.values():
-                    empty = torch.empty_like(getattr(layer, name), device=_device())
-                    setattr(layer, name, nn.Parameter(empty, requires_grad=False))
-            else:
-                for heads in ("tp_q_head_num", "tp_k_head_num", "tp_v_head_num"):
-                    own = getattr(layer, heads) // current().topology.attention_ranks
-                    setattr(layer, heads, own)
-        self.layers = nn.ModuleDict({str(layer.layer_id): layer for layer in layers})
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load the tensors of recurrences, which alone an attention rank reads.
-
-        Raises:
-            ValueError: the checkpoint lacks one, or has one that the layers have no place for.
-        """
-        missing = {
-            (layer, name)
-            for layer, module in self.layers.items()
-            if is_linear(module)
-            for name in _RECURRENT
-        }
-        for name, value in weights:
-            found = re.search(r"\.layers\.(\d+)\..*?\.(conv1d\.weight|A_log|dt_bias)$", name)
-            if found is None or (found[1], found[2]) not in missing:
-                raise ValueError(f"{current().name} has no place for {name}")
-            own = getattr(self.layers[found[1]], _RECURRENT[found[2]])
-            own.data.copy_(value.view(own.shape))
-            missing.discard((found[1], found[2]))
-        if missing:
-            raise ValueError(
-                f"{current().name} found no {' of layer '.join(reversed(min(missing)))} "
-                f"({len(missing)} tensors are missing): the checkpoint is incomplete"
-            )
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        """An attention rank runs `sglang_afd.cad.serve`, never a forward of its own."""
-        raise RuntimeError("an attention rank has no model forward of its own")
-
-
-_RECURRENT = {"conv1d.weight": "conv_weights", "A_log": "A_log", "dt_bias": "dt_bias"}
-"""The checkpoint's names of what SGLang's linear attention has as attributes."""
-
-
-def _device() -> torch.device:
-    """Where SGLang's loader has new tensors made."""
-    return torch.empty(0).device
+from sglang_afd.upstream.cad_model import form_of, is_linear
 
 
 class Attend:
@@ -147,31 +77,12 @@ class Attend:
             self._backend.init_forward_metadata(batch)
             self._planned = batch
         if is_linear(layer):
-            names = ("mixed_qkv", "a", "b")
+            *mixed, a, b = own
             output = self._backend.forward(
-                layer=layer, forward_batch=batch, **dict(zip(names, own, strict=True))
+                layer=layer, forward_batch=batch, mixed_qkv=torch.cat(mixed, dim=1), a=a, b=b
             )
             return output.reshape(len(own[0]), -1)
         q, k, v = own
         keys = k.view(len(k), layer.tp_k_head_num, layer.qk_head_dim)
         values = v.view(len(v), layer.tp_v_head_num, layer.v_head_dim)
         return self._backend.forward(q=q, k=keys, v=values, layer=layer, forward_batch=batch)
-
-
-def _attention_alone(
-    result: tuple[type, str], *args: Any, **kwargs: Any
-) -> tuple[type, str] | None:
-    context = current()
-    if context.config.mode is Mode.AFD or context.role is not Role.ATTENTION:
-        return None
-    return type("AttentionModel", (AttentionModel,), {"whole": result[0]}), result[1]
-
-
-HOOKS = (
-    Hook(
-        "sglang.srt.model_loader.utils.get_model_architecture",
-        Kind.AFTER,
-        _attention_alone,
-        "an attention rank has the model's attention layers alone",
-    ),
-)

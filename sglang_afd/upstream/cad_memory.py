@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_afd.context import current
+from sglang_afd.context import current, entered
 from sglang_afd.topology import Role
 from sglang_afd.upstream.gather import gather
 from sglang_afd.upstream.hooks import Hook, Kind
@@ -93,8 +93,21 @@ def _own_heads(configurator: Any, **kwargs: Any) -> None:
         model.get_num_kv_heads = lambda *_, **__: heads
 
 
+def _own_states(original: Callable[..., Any], **kwargs: Any) -> Any:
+    """An attention rank's states are of its heads alone."""
+    if entered() and current().role is Role.ATTENTION:
+        kwargs["tp_world_size"] = current().topology.attention_ranks
+    return original(**kwargs)
+
+
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 HOOKS = (
+    Hook(
+        "sglang.srt.configs.mamba_utils.Mamba2StateShape.create",
+        Kind.AROUND,
+        _own_states,
+        "the recurrent states of an attention rank are those of its share of the heads",
+    ),
     Hook(
         f"{_CONFIGURATOR}.configure",
         Kind.BEFORE,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from sglang_afd.cad.exchange import RemoteAttention
+from sglang_afd.cad.experts import SharedExperts
 from sglang_afd.cad.form import Form
 from sglang_afd.cad.tables import StepTables
+from sglang_afd.context import current
+from sglang_afd.dispatch.transport import RoutedRows
 from sglang_afd.upstream import cad_states
+from sglang_afd.upstream.expert_layers import run_rows
 from sglang_afd.upstream.hooks import Hook, Kind
+from sglang_afd.upstream.ranks import no_rows
 from sglang_afd.upstream.roles import on_model
 from sglang_afd.upstream.shadow import ALONE, parallel_view
 
@@ -39,8 +44,9 @@ def is_linear(layer: Any) -> bool:
 def form_of(layer: Any) -> Form:
     """What travels for one of SGLang's attention layers."""
     if is_linear(layer):
-        mixed = layer.q_dim + layer.k_dim + layer.v_dim
-        return Form(layer.layer_id, (mixed, layer.num_v_heads, layer.num_v_heads), layer.v_dim)
+        gates = layer.num_v_heads, layer.num_v_heads
+        widths = layer.q_dim, layer.k_dim, layer.v_dim
+        return Form(layer.layer_id, (*widths, *gates), layer.v_dim)
     queries = layer.tp_q_head_num * layer.qk_head_dim
     keys = layer.tp_k_head_num * layer.qk_head_dim
     values = layer.tp_v_head_num * layer.v_head_dim
@@ -86,8 +92,8 @@ def backend_class() -> type:
             asked = [name for name, value in kwargs.items() if value is not None]
             if is_linear(layer) and not asked:
                 assert mixed_qkv is not None and a is not None and b is not None
-                parts = [mixed_qkv, a, b]
-                rows = [part.reshape(len(mixed_qkv), -1) for part in parts]
+                parts = mixed_qkv.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=1)
+                rows = [part.reshape(len(mixed_qkv), -1) for part in (*parts, a, b)]
                 output = self._exchange(form_of(layer), rows)
                 return output.view(1, -1, layer.num_v_heads, layer.head_v_dim)
             if not save_kv_cache or q is None or k is None or v is None or asked:
@@ -122,21 +128,49 @@ def backend_class() -> type:
     return RemoteBackend
 
 
+_shared: SharedExperts | None = None
+
+
+def connect(shared: SharedExperts) -> None:
+    """Give a model rank's experts the exchange with the other model ranks'."""
+    global _shared
+    _shared = shared
+
+
 @cache
-def whole_experts() -> type:
-    """The class of a model rank's experts: SGLang's layer, of all experts, on this rank alone."""
+def experts_class() -> type:
+    """The class of a model rank's experts: SGLang's layer, of the experts of this rank alone."""
     from sglang.srt.layers.moe.fused_moe_triton import layer as module
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 
-    class WholeExperts(module.FusedMoE):
-        """All experts of a layer."""
+    own = current().own_slots
+
+    class OwnExperts(module.FusedMoE):
+        """This rank's experts of a layer."""
 
         def __init__(self, **kwargs: Any) -> None:
+            asked = {"num_experts": len(own), "uses_expert_location": False}
+            if _shared is not None:
+                asked |= {"no_combine": True, "inplace": False}
             with parallel_view(module, **ALONE):
-                super().__init__(**{**kwargs, "uses_expert_location": False})
+                super().__init__(**{**kwargs, **asked})
+            if _shared is not None:
+                # SGLang's GPU kernels look for ids of -1 only where not all experts are here.
+                self.moe_runner_config.num_experts = None
+
+        def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
+            return expert_id - own.start if expert_id in own else -1
+
+        def run_shared(self, rows: RoutedRows) -> torch.Tensor:
+            """Run this rank's rows through everybody's experts, and everybody's through its own."""
+            assert _shared is not None
+            return _shared(rows, partial(run_rows, self))
 
         def forward(self, hidden_states: torch.Tensor, topk_output: Any, **_: Any) -> torch.Tensor:
             """[n, H] rows and SGLang's top-k output -> [n, H] combined rows."""
+            if _shared is not None:
+                ids, weights = topk_output.topk_ids, topk_output.topk_weights
+                return self.run_shared(RoutedRows(hidden_states, ids, weights))
             if not len(hidden_states):
                 return hidden_states
             dispatched = StandardDispatchOutput(
@@ -144,12 +178,22 @@ def whole_experts() -> type:
             )
             return self.run_moe_core(dispatched).hidden_states
 
-    return WholeExperts
+    return OwnExperts
+
+
+def serve_experts(runner: Any) -> None:
+    """Take part in a step in which this rank has no rows: the others' may be for its experts."""
+    if _shared is None:
+        return
+    rows = no_rows(current(), runner.dtype, runner.device)
+    layers: list[Any] = [m for m in runner.model.modules() if isinstance(m, experts_class())]
+    for layer in sorted(layers, key=lambda layer: layer.layer_id):
+        layer.run_shared(rows)
 
 
 @on_model
 def _experts_here(*args: Any, **kwargs: Any) -> type:
-    return whole_experts()
+    return experts_class()
 
 
 HOOKS = (
@@ -157,6 +201,6 @@ HOOKS = (
         "sglang.srt.layers.moe.ep_moe.layer.get_moe_impl_class",
         Kind.AROUND,
         _experts_here,
-        "a model rank runs all experts itself, although the model takes its expert-parallel path",
+        "a model rank has experts as an FFN rank does, and is asked for them by its own model",
     ),
 )

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from sglang_afd.cad.exchange import RemoteAttention
+from sglang_afd.cad.experts import SharedExperts
 from sglang_afd.cad.serve import AttentionServer
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import current
+from sglang_afd.dispatch.gloo import GlooTransport
 from sglang_afd.dispatch.messages import Messages
 from sglang_afd.dispatch.step_plan import MOST_ROWS, Caps
-from sglang_afd.upstream import cad_attention, cad_memory, cad_model, cad_states
+from sglang_afd.upstream import cad_layers, cad_memory, cad_model, cad_states
 from sglang_afd.upstream.cad_attention import Attend
-from sglang_afd.upstream.cad_model import backend_class, forms
+from sglang_afd.upstream.cad_model import backend_class, forms, serve_experts
+from sglang_afd.upstream.cad_model import connect as connect_experts
 from sglang_afd.upstream.groups import make_attention_group
 from sglang_afd.upstream.holdings import measure_buffers
 from sglang_afd.upstream.hooks import Hook, Kind
@@ -44,7 +49,23 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             lambda: Messages(context.topology, context.rank, config.exchange_timeout),
             world.device_group,
         )
+        if context.leads and context.topology.leading_ranks > 1:
+            connect_experts(SharedExperts(context, share_experts(scheduler.model_config.dtype)))
         context.caps = Caps(MOST_ROWS, None)  # a step is one exchange of every layer
+
+    def share_experts(dtype: torch.dtype) -> GlooTransport:
+        context = current()
+        return GlooTransport(
+            topology=context.topology,
+            rank=context.rank,
+            num_experts=context.facts.num_experts,
+            hidden_size=context.facts.hidden_size,
+            top_k=context.facts.top_k,
+            dtype=dtype,
+            caps=Caps(MOST_ROWS, None),
+            timeout=config.exchange_timeout,
+            both_sides=messages,
+        )
 
     @on_model
     def attend_elsewhere(runner: Any) -> None:
@@ -56,6 +77,10 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
         runner.decode_attention_backend_str = names.decode
         exchange = RemoteAttention(current(), messages, forms(runner.model))
         runner.attn_backend = runner.decode_attn_backend = backend_class()(runner, exchange)
+
+    def know_width(_: None, runner: Any) -> None:
+        widths = [sum(form.inputs) for form in forms(runner.model)]
+        current().row_width = sum(widths) / len(widths)
 
     def get_ready(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal server
@@ -78,7 +103,10 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             with current().step() as plan:
                 if plan is not None:
                     server.serve(plan)
-        elif not exchange.skips():
+        elif exchange.idle():
+            with current().step():
+                serve_experts(runner)
+        else:
             with exchange.step():
                 return original(runner, *args, **kwargs)
         return nothing_sampled(runner)
@@ -86,7 +114,7 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
     return (
         *common_hooks(config),
         *cad_model.HOOKS,
-        *cad_attention.HOOKS,
+        *cad_layers.HOOKS,
         *cad_memory.HOOKS,
         *cad_states.HOOKS,
         Hook(
@@ -118,5 +146,11 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             Kind.AROUND,
             attend_elsewhere,
             "a model rank's attention runs on the attention ranks",
+        ),
+        Hook(
+            f"{RUNNER}.init_attention_backends",
+            Kind.AFTER,
+            know_width,
+            "metrics tell how many bytes a row takes, which the model's layers say",
         ),
     )

@@ -168,12 +168,12 @@ def _runner(layer: Any) -> Callable[[RowBatch | MaskedBatch], torch.Tensor]:
     def run(batch: RowBatch | MaskedBatch) -> torch.Tensor:
         if isinstance(batch, MaskedBatch):
             return _run_masked(layer, batch)
-        return _run_rows(layer, batch)
+        return run_rows(layer, batch)
 
     return run
 
 
-def _run_rows(layer: Any, batch: RowBatch) -> torch.Tensor:
+def run_rows(layer: Any, batch: RowBatch) -> torch.Tensor:
     """Rows with several experts each -> [R, K, H], an output for each, zero where there is none."""
     device = next(layer.parameters()).device
     hidden, ids = batch.hidden.to(device), batch.expert_ids.to(device)

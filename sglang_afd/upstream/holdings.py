@@ -12,7 +12,7 @@ import torch
 
 from sglang_afd.context import current
 from sglang_afd.observe.holdings import Holdings, table
-from sglang_afd.topology import Mode, Role
+from sglang_afd.topology import Role
 from sglang_afd.transports import estimate
 from sglang_afd.upstream.gather import gather
 from sglang_afd.upstream.hooks import Hook, Kind
@@ -119,17 +119,14 @@ def _exchange_holdings(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> No
         itemsize=scheduler.model_config.dtype.itemsize,
         fp8=scheduler.model_config.quantization == "fp8",
     )
-    ffn, holds_kv = context.role is Role.FFN, context.role is Role.ATTENTION
-    cad = context.config.mode is Mode.CAD
+    holds_kv = context.role is Role.ATTENTION
     drafts = scheduler.draft_worker._draft_model_runners() if scheduler.draft_worker else ()
     sizes: dict[str, float] = runner.graph_memory_usage or {}  # SGLang's graphs, GiB
     held = buffers.attention if holds_kv else buffers.ffn
     mine = Holdings(
         rank=context.name,
         role=context.role.value,
-        experts=len(context.own_slots)
-        if ffn
-        else context.facts.num_experts * (cad and not holds_kv),
+        experts=0 if context.role is Role.ATTENTION else len(context.own_slots),
         parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(weight.nbytes for weight in weights),
         load_peak_bytes=_load_peak,

@@ -21,7 +21,7 @@ from sglang_afd.families import family_of
 from sglang_afd.ffn.graph import GraphServer
 from sglang_afd.ffn.serve import serve_eagerly
 from sglang_afd.identity import checkpoint_identity
-from sglang_afd.topology import Role
+from sglang_afd.topology import Mode, Role
 from sglang_afd.transports import join
 from sglang_afd.upstream import expert_layers, graphs
 from sglang_afd.upstream.gather import gather
@@ -85,6 +85,7 @@ def common_hooks(config: AfdConfig) -> tuple[Hook, ...]:
                 family,
                 facts,
                 agreement,
+                attention_layers=_attention_layers(config, model.hf_text_config),
                 rows_per_request=rows,
                 placement=placement,
             )
@@ -274,6 +275,12 @@ def hooks(config: AfdConfig) -> tuple[Hook, ...]:
             "F ranks run no attention",
         ),
     )
+
+
+def _attention_layers(config: AfdConfig, text_config: Any) -> tuple[int, ...]:
+    """The layers whose attention is exchanged."""
+    cad = config.mode is Mode.CAD
+    return tuple(range(text_config.num_hidden_layers)) if cad else ()
 
 
 def no_rows(context: RankContext, dtype: torch.dtype, device: str) -> RoutedRows:

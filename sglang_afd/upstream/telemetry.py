@@ -83,7 +83,7 @@ class Telemetry:
 
     def _new_recorder(self, steps: int) -> TraceRecorder:
         context = current()
-        layers = list(context.facts.layers)
+        layers = list(context.exchanged)
         ffn = context.role is Role.FFN
         held = [list(context.held(layer)) for layer in layers] if ffn else []
         return TraceRecorder(
@@ -100,9 +100,9 @@ def hooks() -> tuple[Hook, ...]:
 
         if get_observability().enable_metrics:
             context = current()
-            row_bytes = context.facts.hidden_size * scheduler.model_config.dtype.itemsize
+            row_bytes = context.row_width * scheduler.model_config.dtype.itemsize
             context.timer.subscribe(
-                StepMetrics(context.role.value, context.rank, row_bytes, len(context.facts.layers))
+                StepMetrics(context.role.value, context.rank, row_bytes, len(context.exchanged))
             )
 
     def take_ours(handlers: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from sglang_afd.facts import Facts
 from sglang_afd.gate import findings
 from sglang_afd.model_gate import declared_quantisation, longest_context
 from sglang_afd.platform.defaults import MAX_TOTAL_TOKENS
+from sglang_afd.topology import Mode
 from sglang_afd.validate import layers, presets
 from sglang_afd.validate.prompts import SETS, BadPrompts, prompt_set
 from sglang_afd.validate.settings import Settings
@@ -297,6 +298,8 @@ def _precision(facts: Facts, dtype: str) -> Precision:
 
 def _layout(facts: Facts) -> str:
     config = facts.config
+    if config.mode is Mode.CAD:
+        return f"{config.attention_ranks}A{config.ffn_ranks}M over {config.transport}"
     width = f" (attention TP {config.attention_tp})" if config.attention_tp > 1 else ""
     whole = config.emulation.whole
     stood_for = f", measured as {whole.attention_ranks}A{whole.ffn_ranks}F"

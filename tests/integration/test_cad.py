@@ -7,13 +7,17 @@ files that run on `tests.support.layouts.CAD` too.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from sglang_afd.observe.trace import Trace
+from sglang_afd.trace import describe
 from tests.integration.test_failures import GONE_WITHIN
 from tests.integration.test_memory import FLOAT32, held, stored
 from tests.support.layouts import CAD, CAD_WIDER, CHUNK, Layout, on
@@ -31,7 +35,8 @@ TINY = replace(
     flags=("--max-total-tokens", str(TOKENS), "--schedule-conservativeness", "0.3"),
     note="tiny",
 )
-A2M1, A1M2 = CAD_WIDER
+PAGE = 16
+PAGED = replace(CAD, flags=(*CAD.flags, "--page-size", str(PAGE)), note="paged")
 
 
 def roles(layout: Layout) -> list[str]:
@@ -43,10 +48,13 @@ def roles(layout: Layout) -> list[str]:
 def test_each_role_holds_its_part(
     world: World, layout: Layout, checkpoints: Callable[[str], Path]
 ) -> None:
-    """Model ranks all of the weights and no KV, attention ranks their heads' KV and no weights."""
+    """Model ranks their slice of the experts, all other weights and no KV; attention ranks their
+    heads' KV and no weights."""
     ranks = held(world)
     assert [rank["role"] for rank in ranks] == roles(layout)
-    whole = sum(stored(checkpoints(layout.checkpoint)).values())
+    elements = stored(checkpoints(layout.checkpoint))
+    experts = sum(count for name, count in elements.items() if ".experts." in name)
+    whole = sum(elements.values()) - experts + experts // layout.ffn
     kv = [rank for rank in ranks if rank["role"] == "attention"]
     for rank in ranks:
         if rank["role"] == "model":
@@ -124,6 +132,47 @@ def test_metrics_of_both_roles(world: World, expect: Expect) -> None:
 
     assert wait_until(lambda: counted().keys() == {"model", "attention"}, 20), counted()
     assert len(set(counted().values())) == 1, "what one role sends the other takes"
+
+
+@on(PAGED)
+def test_pages_of_several_tokens(world: World, expect: Expect) -> None:
+    """A table names pages; prefixes are shared by whole ones."""
+    [stem] = prompts([5 * PAGE + 3], seed=99)
+    tails = prompts([1, PAGE, 2 * PAGE + 1], seed=100)
+    check(world, expect, [stem], 3 * PAGE)
+    answers = check(world, expect, [stem + tail for tail in tails], 2 * PAGE)
+    assert all(answer.cached_tokens >= 5 * PAGE for answer in answers)
+    nothing_left(world)
+
+
+@on(CAD)
+def test_a_trace_shows_the_stages_of_both_roles(world: World, expect: Expect) -> None:
+    assert world.post("/afd/trace", params={"steps": 8}).status_code == 200
+    check(world, expect, prompts([9], seed=101), 12)
+    traced = msgspec.convert(world.get("/afd/trace").json(), Trace)
+    by_role = {rank.role: rank for rank in traced.ranks}
+    assert by_role.keys() == {"model", "attention"}
+    for rank in traced.ranks:
+        spans = {stage for step in rank.steps for stage, _, _ in step.spans}
+        exchange = {"dispatch", "combine"} if rank.role == "model" else {"receive", "reply"}
+        assert spans == {rank.role, *exchange} and len(rank.steps) == 8
+    assert "the rest of the model" in describe(traced)
+
+
+def test_a_rank_that_hangs_is_named(
+    start: Callable[..., World], checkpoints: Callable[[str], Path]
+) -> None:
+    """The model rank waits for o, no longer than it is told to."""
+    flags = (*CAD.argv(str(checkpoints(CAD.checkpoint))), "--afd-exchange-timeout", "5")
+    world = start(flags).wait_healthy()
+    stream = world.stream(prompts([8])[0], 2000)
+    next(stream)
+    scheduler(world.pid, roles(CAD).index("attention")).send_signal(signal.SIGSTOP)
+    assert world.wait_gone(GONE_WITHIN + 10) == 1
+    named = "model rank 0 (world rank 0) failed waiting for rows of attention rank 0"
+    lost = "attention rank 0 (world rank 1)"
+    assert lost in world.last_line, world.tail()
+    assert named in world.log or "lost a peer between steps" in world.log, world.tail()
 
 
 @pytest.mark.parametrize("lost", ["model", "attention"])

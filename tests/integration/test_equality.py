@@ -79,7 +79,10 @@ def test_zeroed_experts_change_the_answers(
     CAD,
     *CAD_WIDER,
     *CAD_FAMILIES,
-    full=families(SMALL, wrapped=True),
+    full=(
+        *families(SMALL, wrapped=True),
+        *(layout.of(cad.checkpoint) for layout in CAD_WIDER for cad in CAD_FAMILIES),
+    ),
 )
 def test_small_caps(world: World, expect: Expect) -> None:
     """The whole workload, although a prompt takes chunks and a chunk takes slices."""

@@ -26,7 +26,7 @@ _POOL = ("--max-total-tokens", "280", "--schedule-conservativeness", "0.3")
 TINY = replace(small(A2F1).of("qwen3.5"), note="tiny", flags=(*small(A2F1).flags, *_POOL))
 """A pool that holds two or three requests, so that some are taken back and computed anew."""
 CAD_TINY = replace(CAD.of("qwen3.5"), note="tiny", flags=(*CAD.flags, *_POOL))
-CAD_RANKS = CAD_WIDER[1].of("qwen3.5")
+CAD_RANKS = tuple(layout.of("qwen3.5") for layout in CAD_WIDER)
 """Core-attention disaggregation: the states lie on attention ranks."""
 _STATES = ("--max-mamba-cache-size", "48")  # of two attention ranks
 KEPT = replace(
@@ -72,7 +72,7 @@ def test_settings_of_the_states_cache(world: World, expect: Expect) -> None:
     nothing_left(world)
 
 
-@on(TINY, CAD_TINY, CAD_RANKS)
+@on(TINY, CAD_TINY, *CAD_RANKS)
 def test_random_schedules(world: World, expect: Expect) -> None:
     schedules(world, expect, 10)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.layouts import A1T2F1, A2F1, A2F2, lanes, small
+from tests.support.layouts import A1T2F1, A2F1, A2F2, CAD, lanes, small
 from tests.support.reference import References, assert_equal
 from tests.support.workload import prompts, send
 from tests.support.world import World
@@ -68,12 +68,12 @@ def first_weights(world: World, seeded: Path) -> Iterator[None]:
     assert update(world, seeded).status_code == 200
 
 
-def layouts(*wider: Any) -> pytest.MarkDecorator:
+def layouts(*wider: Any, also: tuple[Any, ...] = ()) -> pytest.MarkDecorator:
     full = [pytest.param(layout, marks=pytest.mark.full) for layout in wider]
-    return pytest.mark.parametrize("world", [SEEDED, *full], indirect=True, ids=str)
+    return pytest.mark.parametrize("world", [SEEDED, *also, *full], indirect=True, ids=str)
 
 
-@layouts(*WIDER, LANES)
+@layouts(*WIDER, LANES, also=(CAD.of("seeded"),))
 def test_update_from_disk(world: World, seeded: Path, same: Same, tmp_path: Path) -> None:
     """F's tensors alone, A's alone, then both: each time the answers are the new model's."""
     same(seeded)

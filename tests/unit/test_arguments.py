@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_afd.config import AfdConfig
-from sglang_afd.topology import Role
+from sglang_afd.topology import COMMANDS, Role
 from sglang_afd.upstream import arguments
 
 pytestmark = pytest.mark.unit
@@ -87,7 +87,7 @@ def nodes_divide_the_world(args: Any) -> None:
     assert view.tp_size % view.nnodes == 0, "tp_size must be divisible by number of nodes"
 
 
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("role", COMMANDS)
 def test_commands_of_unequal_size_pass(
     three_ranks_on_two_nodes: SimpleNamespace, role: Role
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_afd.cad.exchange import RemoteAttention
+from sglang_afd.cad.experts import SharedExperts
 from sglang_afd.cad.form import Form, scatter
 from sglang_afd.cad.serve import AttentionServer, Layer
 from sglang_afd.cad.tables import StateTables, StepTables
 from sglang_afd.config import AfdConfig, ConfigError
 from sglang_afd.context import RankContext
+from sglang_afd.dispatch.gloo import GlooTransport
 from sglang_afd.dispatch.step_plan import MOST_ROWS, Caps, PlanRow, StepKind, StepPlan
-from sglang_afd.dispatch.transport import ExchangeError
+from sglang_afd.dispatch.transport import ExchangeError, RoutedRows, RowBatch
 from sglang_afd.families import MoeFacts, family_of
 from sglang_afd.features import FEATURES
 from sglang_afd.features.cad import SERVED_IN_CAD
@@ -26,7 +29,9 @@ from sglang_afd.flags import parse
 from sglang_afd.gate import findings
 from sglang_afd.topology import Mode, Role, Topology, TopologyError
 from sglang_afd.upstream.cad_memory import stretch
+from tests.support.families import language_model
 from tests.support.gate_facts import GPUS, make_facts, refused, write_model
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -34,10 +39,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FORMS = (Form(0, (4, 2, 2), 4), Form(1, (4, 2, 2), 4))
 
 
-def facts(model: Path, *flags: str, attention: int = 1, **kwargs: Any) -> Any:
-    """Facts of a CAD deployment with one model rank."""
-    ranks = ("--afd-attention-ranks", str(attention), "--afd-model-ranks", "1")
-    return make_facts(model, *flags, counts=("--afd-mode", "cad", *ranks), **kwargs)
+def facts(directory: Path, *flags: str, attention: int = 1, model: int = 1, **kwargs: Any) -> Any:
+    """Facts of a CAD deployment."""
+    ranks = ("--afd-attention-ranks", str(attention), "--afd-model-ranks", str(model))
+    return make_facts(directory, *flags, counts=("--afd-mode", "cad", *ranks), **kwargs)
 
 
 # --- the step's tables
@@ -193,6 +198,21 @@ def test_heads_must_divide(tmp_path: Path) -> None:
     )
 
 
+def test_experts_must_divide(tmp_path: Path) -> None:
+    found = refused(facts(write_model(tmp_path), model=3), "topology")
+    assert found == [
+        "16 experts do not divide over --afd-model-ranks 3; choose one of 1, 2, 4, 8, 16"
+    ]
+
+
+def test_heads_of_linear_attention_must_divide(tmp_path: Path) -> None:
+    config = language_model("qwen3.5").to_dict()
+    changes = {**config, "num_key_value_heads": 4, "linear_num_key_heads": 2}
+    directory = write_model(tmp_path, weights=False, **changes)
+    found = refused(facts(directory, attention=4), "topology")
+    assert any("2 key heads of linear attention do not divide" in one for one in found), found
+
+
 def test_gpus_are_refused(tmp_path: Path) -> None:
     found = refused(facts(write_model(tmp_path), machine=GPUS), "topology")
     assert any("CPUs alone so far" in one for one in found), found
@@ -227,6 +247,7 @@ class Wire:
                 pass
 
             def receive(self, into: torch.Tensor, peer: int, doing: str = "") -> None:
+                assert wait_until(lambda: bool(wire.sent.get((peer, rank))), 10, step=0.001)
                 into.copy_(wire.sent[peer, rank].popleft())
 
         return End()
@@ -301,9 +322,9 @@ def _split(inputs: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def test_idle_model_ranks_send_nothing() -> None:
     exchange, wire = remote(0)
-    assert exchange.skips() and not wire.sent
+    assert exchange.idle() and not wire.sent
     busy, _ = remote(2)
-    assert not busy.skips()
+    assert not busy.idle()
 
 
 def test_a_layer_left_out_is_noticed() -> None:
@@ -349,3 +370,66 @@ def test_tables_of_other_rows_than_planned_are_noticed() -> None:
     server = AttentionServer(context, wire.end(1), [], lambda s: {}, torch.float32)
     with pytest.raises(ExchangeError, match="was told of 2 rows by model rank 0"):
         server.serve(plan)
+
+
+# --- experts of several model ranks
+
+
+def shared_experts(rank: int, wire: Wire) -> SharedExperts:
+    """Of one of two model ranks, over a wire that keeps order; experts 0 and 1 are rank 0's."""
+    context = context_of(rank, model=2)
+    transport = GlooTransport(
+        topology=context.topology,
+        rank=rank,
+        num_experts=4,
+        hidden_size=2,
+        top_k=2,
+        dtype=torch.float32,
+        caps=Caps(MOST_ROWS, None),
+        timeout=1,
+        both_sides=wire.end(rank),
+    )
+    return SharedExperts(context, transport)
+
+
+@pytest.mark.parametrize("counts", [(3, 2), (2, 0), (0, 1)])
+def test_model_ranks_serve_each_other(counts: tuple[int, int]) -> None:
+    """Expert e multiplies by e + 1; both ranks at once, each waiting only for what was sent."""
+    wire, outputs = Wire(), {}
+    generator = torch.Generator().manual_seed(3)
+    rows = {
+        rank: RoutedRows(
+            torch.randn(n, 2, generator=generator),
+            torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(n)])
+            if n
+            else torch.empty(0, 2, dtype=torch.int64),
+            torch.rand(n, 2, generator=generator),
+        )
+        for rank, n in enumerate(counts)
+    }
+
+    def one(rank: int) -> None:
+        experts = shared_experts(rank, wire)
+        plan_of(experts._context, *counts)
+
+        def run(batch: RowBatch) -> torch.Tensor:
+            factor = (batch.expert_ids + 1 + 2 * rank).float()
+            return batch.hidden.unsqueeze(1) * factor.unsqueeze(2)
+
+        outputs[rank] = experts(rows[rank], run)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, range(2)))
+    for rank, (hidden, ids, weights) in rows.items():
+        wanted = hidden * ((ids + 1) * weights).sum(dim=1, keepdim=True)
+        torch.testing.assert_close(outputs[rank], wanted)
+
+
+def test_experts_outside_of_a_step_are_noticed() -> None:
+    experts = shared_experts(0, Wire())
+    nothing = RoutedRows(torch.ones(1, 2), torch.zeros(1, 2), torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="outside of an agreed step"):
+        experts(nothing, lambda batch: batch.hidden)
+    plan_of(experts._context, 2, 0)
+    with pytest.raises(RuntimeError, match="announced 2 rows"):
+        experts(nothing, lambda batch: batch.hidden)

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("speculation",),
     ("attention", "checkpoint", "flags", "transports"),
     ("facts", "features"),
-    ("transport_gate", "weights"),
+    ("cad", "transport_gate", "weights"),
     ("spec",),
     ("model_gate", "plan"),
     ("weight_update",),
