@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.layouts import A2F1, lanes, on, small
+from tests.support.layouts import A2F1, on, small
 from tests.support.random_load import (
     answers_alone,
     arrivals,
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.integration
 _POOL = ("--max-total-tokens", "280", "--schedule-conservativeness", "0.3")
 TINY = replace(small(A2F1).of("qwen3.5"), note="tiny", flags=(*small(A2F1).flags, *_POOL))
 """A pool that holds two or three requests, so that some are taken back and computed anew."""
-IN_LANES = lanes(TINY, 2)
 _STATES = ("--max-mamba-cache-size", "48")  # of two attention ranks
 KEPT = replace(
     small(A2F1).of("qwen3.5"),
@@ -70,7 +69,7 @@ def test_settings_of_the_states_cache(world: World, expect: Expect) -> None:
     nothing_left(world)
 
 
-@on(TINY, full=(IN_LANES,))
+@on(TINY)
 def test_random_schedules(world: World, expect: Expect) -> None:
     schedules(world, expect, 10)
 
