@@ -7,11 +7,10 @@ gate passes and warns.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import msgspec
 
 from sglang_afd.command_line import expand_config_file, last_value
 from sglang_afd.config import ConfigError
@@ -80,7 +79,7 @@ def _of_another(found: Report, facts: Facts) -> Iterator[str]:
         yield f"it is of another checkpoint than {facts.checkpoint.path}"
     said = was.get("afd")
     layout = said.get("config", {}) if isinstance(said, dict) else {}
-    for name, here in msgspec.to_builtins(facts.config).items():
+    for name, here in json.loads(facts.config.to_json()).items():
         there = layout.get(name)
         if name not in _INDIFFERENT and here != there:
             yield f"it is of a deployment with {name} {there}, this one has {here}"
