@@ -7,6 +7,7 @@ gate passes and warns.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +22,11 @@ from sglang_afd.validate import report
 from sglang_afd.validate.report import CHECKPOINT, BadReport, Report
 
 _AGAIN = f"validate this deployment (python -m sglang_afd.validate), or leave {VALIDATION} out"
-_LAYOUT = ("attention_ranks", "ffn_ranks", "attention_tp", "transport", "lanes", "expert_replicas")
+_INDIFFERENT = (
+    *("max_tokens_per_rank", "prefill_block", "startup_timeout", "exchange_timeout"),
+    *("expert_placement", "emulated_attention_ranks", "command_role"),
+)
+"""What of a deployment's description may differ from the validated one's."""
 _FLAGS = (
     *("--dtype", "--quantization", "--kv-cache-dtype", "--attention-backend"),
     *("--moe-runner-backend", "--load-format", "--json-model-override-args", "--revision"),
@@ -74,9 +79,9 @@ def _of_another(found: Report, facts: Facts) -> Iterator[str]:
         yield f"it is of another checkpoint than {facts.checkpoint.path}"
     said = was.get("afd")
     layout = said.get("config", {}) if isinstance(said, dict) else {}
-    for name in _LAYOUT:
-        here, there = getattr(facts.config, name), layout.get(name)
-        if here != there:
+    for name, here in json.loads(facts.config.to_json()).items():
+        there = layout.get(name)
+        if name not in _INDIFFERENT and here != there:
             yield f"it is of a deployment with {name} {there}, this one has {here}"
     device = "cpu" if facts.on_cpu else "cuda"
     if (was.get("arguments") or {}).get("device") != device:

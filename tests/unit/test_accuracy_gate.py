@@ -107,6 +107,14 @@ def test_of_another_deployment_it_counts_nothing(
     assert all("python -m sglang_afd.validate" in refusal for refusal in found)
 
 
+def test_bounds_and_block_sizes_may_differ(model: Path, file: Path) -> None:
+    was = make_facts(model)
+    report.write(validation_reports.make(candidate=validated(was)), file)
+    more = ("--afd-max-tokens-per-rank", "64", "--afd-prefill-block", "512")
+    bounds = ("--afd-exchange-timeout", "5", "--afd-startup-timeout", "50")
+    assert not refused(make_facts(model, *more, *bounds, "--afd-validation", str(file)), GATE)
+
+
 def test_of_another_device_kernel_or_version_it_counts_nothing(model: Path, file: Path) -> None:
     facts = make_facts(model, "--afd-validation", str(file))
     for changes, says in (
