@@ -156,6 +156,7 @@ class AfdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """What all ranks of one world must have equal, whichever command started them."""
         fields = msgspec.to_builtins(self)
         fields.pop("command_role")
+        fields["spec_aux_layers"] = ",".join(map(str, self.spec_aux_layers))
         return fields
 
     def to_json(self) -> str:

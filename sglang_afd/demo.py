@@ -116,7 +116,8 @@ def _ask(console: Console, server: Server, question: str) -> None:
         stream_options={"include_usage": True},
         extra_body={"return_spec_tokens_details": True},
     ):
-        told = (part.model_extra or {}).get("sglext", {}).get("spec_tokens_details", told)
+        more = (part.model_extra or {}).get("sglext") or {}
+        told = more.get("spec_tokens_details") or told
         if part.usage is not None:
             tokens = part.usage.completion_tokens
         if part.choices:

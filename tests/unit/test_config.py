@@ -159,3 +159,12 @@ def test_a_fingerprint_is_the_same_in_every_process() -> None:
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
         )
         assert int(child.stdout) == fingerprint(described)
+
+
+def test_what_must_be_equal_on_all_ranks_travels_as_plain_values() -> None:
+    """The two commands tell it each other, and take nothing but these types."""
+    config = AfdConfig(attention_ranks=1, ffn_ranks=1, spec_aux_layers=(1, 3, 4))
+    agreed = config.agreement()
+    assert all(isinstance(value, int | float | str | None) for value in agreed.values()), agreed
+    assert agreed["spec_aux_layers"] == "1,3,4"
+    assert agreed != AfdConfig(attention_ranks=1, ffn_ranks=1).agreement()

@@ -54,3 +54,10 @@ def test_ctrl_c_is_quiet(
 ) -> None:
     assert run(KeyboardInterrupt()) == (130, ["demo.log"])
     assert "Traceback" not in "".join(capsys.readouterr())
+
+
+def test_what_a_draft_gained_is_told_without_the_prefills_token() -> None:
+    told = {"spec_verify_ct": 40, "spec_correct_drafts_histogram": [5, 0, 6, 29]}
+    text = demo._acceptance(121, told)
+    assert text.startswith("Acceptance length 3.00 tokens a verify step: 120 in 40 steps;")
+    assert text.endswith("(steps x tokens): 5 x 0, 6 x 2, 29 x 3\n")
