@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sglang_afd.identity import checkpoint_content
-from sglang_afd.validate import report
+from sglang_afd.validation import report
 
 FIELDS = ("checkpoint", "dtype", "gpus", "transport", "stage", "graph", "quantisation")
 """What must be equal on both sides."""

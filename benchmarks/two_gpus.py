@@ -44,7 +44,7 @@ from sglang_afd.running import Server, free_port, serve, start
 from sglang_afd.validate import environment
 from sglang_afd.validate.answers import Continuation, continue_greedily, random_prompts
 from sglang_afd.validate.comparison import compare
-from sglang_afd.validate.report import NO_LAYERS, figures_of
+from sglang_afd.validation.report import NO_LAYERS, figures_of
 from tests.support.checkpoints import seeded_qwen3_moe
 from tests.support.planting import Planting
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from benchmarks.progress import say
 from benchmarks.two_gpus import DTYPES, checkpoints, share_kernels
 from sglang_afd.running import end_with_parent
-from sglang_afd.validate import report
+from sglang_afd.validation import report
 
 ROWS_A_STEP = 16
 """T, and the most requests that run; the prompts are 12."""

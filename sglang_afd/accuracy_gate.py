@@ -18,8 +18,8 @@ from sglang_afd.facts import Facts, Refusal
 from sglang_afd.flags import VALIDATION, parse
 from sglang_afd.identity import checkpoint_identity
 from sglang_afd.topology import TopologyError
-from sglang_afd.validate import report
-from sglang_afd.validate.report import CHECKPOINT, BadReport, Report
+from sglang_afd.validation import report
+from sglang_afd.validation.report import CHECKPOINT, BadReport, Report
 
 _AGAIN = f"validate this deployment (python -m sglang_afd.validate), or leave {VALIDATION} out"
 _INDIFFERENT = (

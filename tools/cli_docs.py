@@ -67,7 +67,7 @@ SECTIONS = (
         for name in ("list", "run", "compare", "table", "prompts", "pair")
     ),
     _of("sglang_afd.features.__main__"),
-    _of("sglang_afd.families.__main__"),
+    _of("tools.family_table"),
     _of("tools.cli_docs"),
 )
 

@@ -17,10 +17,11 @@ from rich.table import Table
 from sglang_afd.causes import INTERRUPTED
 from sglang_afd.progress import Waiting
 from sglang_afd.start import fail
-from sglang_afd.validate import plot, report
+from sglang_afd.validate import plot
 from sglang_afd.validate.command import Impossible, parser, resolve
-from sglang_afd.validate.report import Report
 from sglang_afd.validate.run import run
+from sglang_afd.validation import report
+from sglang_afd.validation.report import Report
 
 PROGRAM = "validate"
 CHECK = "check"

@@ -15,9 +15,9 @@ from sglang_afd.start import NAN_CHECK_ENV
 from sglang_afd.validate import answers
 from sglang_afd.validate.answers import Continuation, Forced, Unanswered, ask_all
 from sglang_afd.validate.layers import rows_expected
-from sglang_afd.validate.report import Identity
 from sglang_afd.validate.settings import Settings
 from sglang_afd.validate.sides import SideFailed, greedy, redacted, server_facts, software_of
+from sglang_afd.validation.report import Identity
 
 _LAST_ROWS = 30.0  # seconds that a rank may take to write what an answer has overtaken
 

@@ -22,7 +22,7 @@ from sglang_afd.topology import Mode
 from sglang_afd.validate import layers, presets
 from sglang_afd.validate.prompts import SETS, BadPrompts, prompt_set
 from sglang_afd.validate.settings import Settings
-from sglang_afd.validate.thresholds import THRESHOLDS, Precision
+from sglang_afd.validation.thresholds import THRESHOLDS, Precision
 
 _LAYOUT = ("--afd-attention-ranks", "1", "--afd-ffn-ranks", "1")
 _MODEL = ("--model-path", "--model")

@@ -14,7 +14,7 @@ from sglang_afd.validate.answers import (
     continue_greedily,
     forced,
 )
-from sglang_afd.validate.report import Problem, PromptResult
+from sglang_afd.validation.report import Problem, PromptResult
 
 
 def compare(

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from sglang_afd.observe.recording import MAX_POSITION, PARTS, Recordings
-from sglang_afd.validate.report import LayerError, Layers
-from sglang_afd.validate.thresholds import Thresholds
+from sglang_afd.validation.report import LayerError, Layers
+from sglang_afd.validation.thresholds import Thresholds
 
 LONGEST_RECORDED = 512
 """Tokens of the longest prompts that are recorded."""

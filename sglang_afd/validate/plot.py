@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang_afd.validate.answers import BEYOND
-from sglang_afd.validate.report import Report
+from sglang_afd.validation.report import Report
 
 _FORMATS = (".png", ".svg", ".pdf")
 

@@ -16,7 +16,6 @@ from sglang_afd.progress import Waiting, log_tick
 from sglang_afd.running import ServerFailed
 from sglang_afd.validate import answers, url
 from sglang_afd.validate.answers import Continuation, Unanswered
-from sglang_afd.validate.report import Identity
 from sglang_afd.validate.settings import Settings
 from sglang_afd.validate.sides import (
     HERE,
@@ -27,6 +26,7 @@ from sglang_afd.validate.sides import (
     server_facts,
     software_of,
 )
+from sglang_afd.validation.report import Identity
 
 
 def answer(settings: Settings, waiting: Waiting) -> SideAnswers:

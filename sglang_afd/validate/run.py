@@ -12,7 +12,9 @@ from sglang_afd.validate import candidate, layers, references
 from sglang_afd.validate.answers import Continuation, Unanswered
 from sglang_afd.validate.candidate import CandidateAnswers
 from sglang_afd.validate.comparison import all_prompts
-from sglang_afd.validate.report import (
+from sglang_afd.validate.settings import Settings
+from sglang_afd.validate.sides import SideAnswers, SideFailed, redacted
+from sglang_afd.validation.report import (
     CHECKPOINT,
     NO_LAYERS,
     VERSION,
@@ -25,8 +27,6 @@ from sglang_afd.validate.report import (
     figures_of,
     judge,
 )
-from sglang_afd.validate.settings import Settings
-from sglang_afd.validate.sides import SideAnswers, SideFailed, redacted
 
 
 def run(settings: Settings, command: Sequence[str], waiting: Waiting) -> Report:

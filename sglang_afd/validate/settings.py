@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_afd.validate.prompts import PromptSet
-from sglang_afd.validate.thresholds import Thresholds
+from sglang_afd.validation.thresholds import Thresholds
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from sglang_afd.progress import Waiting
 from sglang_afd.running import Server
 from sglang_afd.validate import answers
 from sglang_afd.validate.answers import Continuation, Unanswered, ask_all
-from sglang_afd.validate.report import Identity, Side
 from sglang_afd.validate.settings import Settings
+from sglang_afd.validation.report import Identity, Side
 
 HERE = Path(__file__).parent
 _SECRET = ("key", "password", "secret", "api_token")

@@ -19,9 +19,9 @@ from sglang_afd.validate.answers import (
     finite,
     post,
 )
-from sglang_afd.validate.report import Identity
 from sglang_afd.validate.settings import Settings
 from sglang_afd.validate.sides import SideAnswers, SideFailed
+from sglang_afd.validation.report import Identity
 
 NO_LAYERS = "localisation is unavailable: a server asked by URL does not show its MoE layers"
 KEY_ENV = "OPENAI_API_KEY"

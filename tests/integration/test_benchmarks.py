@@ -15,8 +15,8 @@ from benchmarks import __main__ as command
 from benchmarks import record
 from sglang_afd import embedded, running
 from sglang_afd.identity import checkpoint_content
-from sglang_afd.validate import report
-from sglang_afd.validate.report import Identity
+from sglang_afd.validation import report
+from sglang_afd.validation.report import Identity
 from tests.support.layouts import A1F1
 from tests.support.serving import serving
 from tests.support.validation_reports import make

@@ -13,7 +13,7 @@ from sglang_afd import start as start_command
 from sglang_afd.gate import findings
 from sglang_afd.observe.recording import Recordings
 from sglang_afd.running import free_port
-from sglang_afd.validate.report import Report
+from sglang_afd.validation.report import Report
 from tests.support import faults
 from tests.support.layouts import STOCK
 from tests.support.validating import SHORT, Validated, validator

@@ -13,8 +13,9 @@ import pytest
 
 from sglang_afd import running
 from sglang_afd.validate import __main__ as command
-from sglang_afd.validate import references, report
+from sglang_afd.validate import references
 from sglang_afd.validate.settings import Settings
+from sglang_afd.validation import report
 from tests.support.faults import FAULT
 from tests.support.serving import serving
 from tests.support.world import Worlds

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_afd.validate import report
-from sglang_afd.validate.report import (
+from sglang_afd.validation import report
+from sglang_afd.validation.report import (
     Asked,
     Identity,
     LayerError,
@@ -15,7 +15,7 @@ from sglang_afd.validate.report import (
     figures_of,
     judge,
 )
-from sglang_afd.validate.thresholds import THRESHOLDS
+from sglang_afd.validation.thresholds import THRESHOLDS
 
 GOOD_LAYER = LayerError(
     layer=0, rows=9, rerouted=0, input_largest=0, input_p90=0, output_largest=1e-6, output_p90=1e-6

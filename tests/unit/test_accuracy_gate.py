@@ -14,8 +14,8 @@ from sglang_afd.facts import Facts
 from sglang_afd.flags import EXPERT_RUNNERS, VALIDATION
 from sglang_afd.gate import findings
 from sglang_afd.identity import checkpoint_identity
-from sglang_afd.validate import report
-from sglang_afd.validate.report import CHECKPOINT, Identity
+from sglang_afd.validation import report
+from sglang_afd.validation.report import CHECKPOINT, Identity
 from tests.support import validation_reports
 from tests.support.gate_facts import GPUS, make_facts, refused, write_model
 

@@ -18,8 +18,8 @@ from benchmarks.pair import conclude
 from benchmarks.pair_requests import BadWorkload, Round, Sample, figures_of, read
 from sglang_afd import embedded
 from sglang_afd.identity import checkpoint_content
-from sglang_afd.validate import report
-from sglang_afd.validate.report import Identity
+from sglang_afd.validation import report
+from sglang_afd.validation.report import Identity
 from tests.support.validation_reports import make
 
 pytestmark = pytest.mark.unit

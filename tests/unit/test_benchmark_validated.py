@@ -13,8 +13,8 @@ from benchmarks import validated
 from benchmarks.validated import ROWS, Row
 from sglang_afd import embedded, start
 from sglang_afd.machine import Machine
-from sglang_afd.validate import report
 from sglang_afd.validate.command import parser, resolve
+from sglang_afd.validation import report
 from tests.support import validation_reports
 from tests.support.gate_facts import FP8, H200, write_model
 

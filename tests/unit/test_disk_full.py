@@ -17,7 +17,7 @@ from benchmarks import record as benchmark_record
 from sglang_afd.observe import recording
 from sglang_afd.plan import profile
 from sglang_afd.validate import __main__ as validate
-from sglang_afd.validate import report
+from sglang_afd.validation import report
 from sglang_afd.whole_file import write_whole
 from tests.support import benchmark_records, validation_reports
 

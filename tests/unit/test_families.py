@@ -15,10 +15,10 @@ from sglang_afd import embedded
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
 from sglang_afd.families import FAMILIES, ExpertTensor, MoeFacts, UnsupportedModel, family_of
-from sglang_afd.families.__main__ import BEGIN, END, README, table, with_table
 from sglang_afd.flags import GPU_LANE_MODELS
 from sglang_afd.model_fields import Fields
 from tests.support.families import ROWS, WRAPPED, language_model
+from tools.family_table import BEGIN, END, README, table, with_table
 
 pytestmark = pytest.mark.unit
 
@@ -291,9 +291,7 @@ def test_only_a_wrapped_model_is_cut_down() -> None:
 
 
 def test_the_readmes_table_is_up_to_date() -> None:
-    assert with_table(README.read_text()) == README.read_text(), (
-        "run: python -m sglang_afd.families"
-    )
+    assert with_table(README.read_text()) == README.read_text(), "run: python -m tools.family_table"
     lines = table().splitlines()
     assert {line.count("|") for line in lines} == {9}
     for family in FAMILIES.values():

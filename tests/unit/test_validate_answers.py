@@ -24,7 +24,7 @@ from sglang_afd.validate.answers import (
     random_prompts,
 )
 from sglang_afd.validate.comparison import all_prompts, compare
-from sglang_afd.validate.report import NO_LAYERS, PromptResult, figures_of
+from sglang_afd.validation.report import NO_LAYERS, PromptResult, figures_of
 
 pytestmark = pytest.mark.unit
 

@@ -18,9 +18,9 @@ from sglang_afd.validate import __main__ as command
 from sglang_afd.validate import environment, hf_worker, presets, run
 from sglang_afd.validate.command import Impossible, parser, resolve
 from sglang_afd.validate.prompts import SETS
-from sglang_afd.validate.report import read
 from sglang_afd.validate.settings import Settings
 from sglang_afd.validate.sides import SideFailed, redacted, software_of
+from sglang_afd.validation.report import read
 
 pytestmark = pytest.mark.unit
 

@@ -16,8 +16,8 @@ from sglang_afd.observe.recording import (
     write,
 )
 from sglang_afd.validate.layers import Incomplete, choose_prompts, compare, rows_expected
-from sglang_afd.validate.report import Layers
-from sglang_afd.validate.thresholds import THRESHOLDS
+from sglang_afd.validation.report import Layers
+from sglang_afd.validation.thresholds import THRESHOLDS
 
 pytestmark = pytest.mark.unit
 

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_afd.validate import __main__ as command
 from sglang_afd.validate import plot
-from sglang_afd.validate.report import (
+from sglang_afd.validation.report import (
     NO_LAYERS,
     Identity,
     Layers,
@@ -22,7 +22,7 @@ from sglang_afd.validate.report import (
     read,
     write,
 )
-from sglang_afd.validate.thresholds import THRESHOLDS
+from sglang_afd.validation.thresholds import THRESHOLDS
 from tests.support.validation_reports import GOOD_LAYER, make, result
 
 pytestmark = pytest.mark.unit

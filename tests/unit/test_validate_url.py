@@ -19,7 +19,7 @@ from sglang_afd.validate.answers import Unanswered
 from sglang_afd.validate.prompts import PromptSet
 from sglang_afd.validate.settings import Settings
 from sglang_afd.validate.sides import SideAnswers, SideFailed
-from sglang_afd.validate.thresholds import THRESHOLDS
+from sglang_afd.validation.thresholds import THRESHOLDS
 
 pytestmark = pytest.mark.unit
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sglang_afd.validate.thresholds import Thresholds
+from sglang_afd.validation.thresholds import Thresholds
 from sglang_afd.whole_file import write_whole
 
 VERSION = 1
