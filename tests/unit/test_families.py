@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from sglang_afd import embedded
+from sglang_afd.cad.gate import FAMILIES as CAD_FAMILIES
 from sglang_afd.config import AfdConfig
 from sglang_afd.context import RankContext
 from sglang_afd.families import FAMILIES, ExpertTensor, MoeFacts, UnsupportedModel, family_of
@@ -293,12 +294,13 @@ def test_only_a_wrapped_model_is_cut_down() -> None:
 def test_the_readmes_table_is_up_to_date() -> None:
     assert with_table(README.read_text()) == README.read_text(), "run: python -m tools.family_table"
     lines = table().splitlines()
-    assert {line.count("|") for line in lines} == {9}
+    assert {line.count("|") for line in lines} == {10}
     for family in FAMILIES.values():
         [line] = [line for line in lines if line.startswith(f"| {family.name} |")]
         assert family.models in line and line.endswith(f"| {family.cpu} | {family.gpu} |")
         lanes = set(family.architectures) <= set(GPU_LANE_MODELS)
         assert ("GPUs over nvlink" in line) == lanes
+        assert (f"| CPU | {family.cpu} |" in line) == (family.name in CAD_FAMILIES)
         assert ("| EAGLE-3 |" in line) == (family is FAMILIES["Qwen3MoeForCausalLM"])
 
 
