@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ def validator(
         kept = cache / digest.hexdigest()[:32]
         if not kept.exists():
             follow(worker, settings, *rest)
-            draft = kept.with_suffix(".draft")
+            draft = kept.with_suffix(f".draft{os.getpid()}")
             shutil.rmtree(draft, ignore_errors=True)
             shutil.copytree(recorded, draft / "recorded")
             shutil.copy(found, draft / "answer.json")
