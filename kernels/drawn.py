@@ -10,15 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_afd.kernels.exchange import (
-    AT_ONCE,
-    MAX_BLOCK,
-    WARPS,
-    Peers,
-    is_last,
-    put_row,
-    raise_flags,
-)
+from sglang_afd.kernels.exchange import MAX_BLOCK, WARPS, Peers, put_row
+from sglang_afd.kernels.flags import AT_ONCE, is_last, raise_flags
 
 # as in `sglang_afd.kernels.exchange`: compiled once, whatever the counts
 _compiled_once = triton.jit(

@@ -5,38 +5,34 @@ exchange runs four kernels, in this order, each on its rank's own stream:
 
 ==============  ====  =========================================================================
 `send_rows`     A     writes rows, local expert ids and weights into all F ranks, then its flag
-`wait`          F     until the A ranks' flags show this exchange
+`flags.wait`    F     until the A ranks' flags show this exchange
 `return_rows`   F     reduces each row's expert outputs, writes one row back, then its flag on A
-`wait`          A     until the F ranks' flags show this exchange
+`flags.wait`    A     until the F ranks' flags show this exchange
 `sum_replies`   A     adds what the F ranks returned, in rank order
 ==============  ====  =========================================================================
 
-A flag holds the number of the exchange, counted on the device, so that a captured graph can be
-replayed.  A wait is one block of one warp: it holds no other part of the GPU, and it gives up after
-a bound, leaving word of the peer it waited for.  docs/kernels.md argues why no order of lanes can
-deadlock.  Peers are given as int64 tensors of addresses in this process's address space.
+Flags and waits are in `sglang_afd.kernels.flags`.  Peers are given as int64 tensors of addresses in
+this process's address space.
 
 Kernels that are given `sglang_afd.kernels.stamps` leave moments there, if those are armed.
 """
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from sglang_afd.kernels.flags import AT_ONCE, is_last, raise_flags, store_exchange_number
 from sglang_afd.kernels.stamps import (
-    CAME,
     RETURN,
     RETURNED,
     SEND,
     SENT,
     SUMMED,
-    WAIT,
-    mask_of,
+    constants_of,
     stamp,
     stamp_first,
     stamp_latest,
@@ -53,61 +49,8 @@ _COUNTS = ["rows", "cap", "first", "count", "rows_each", "sources"]
 _ROUTING = ["expert_ids", "weights"]
 _compiled_once = triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_ROUTING)
 
-AT_ONCE = os.environ.get("SGLANG_AFD_FLAGS_AT_ONCE") == "1"
-"""Flags of several peers are raised and awaited together, not one after the other.  Has not run
-on a GPU yet, so it must be asked for (docs/kernels.md)."""
-INTERPRETED = triton.knobs.runtime.interpret
-"""The kernels run in Triton's interpreter, on CPU tensors."""
-
 _SEND, _SENT, _SUMMED = tl.constexpr(SEND), tl.constexpr(SENT), tl.constexpr(SUMMED)
-_WAIT, _CAME = tl.constexpr(WAIT), tl.constexpr(CAME)
 _RETURN, _RETURNED = tl.constexpr(RETURN), tl.constexpr(RETURNED)
-
-
-@triton.jit
-def store_exchange_number(flag, number):
-    """Publish: who reads `number` there also sees all that this block's threads wrote before."""
-    tl.atomic_xchg(flag, number, sem="release", scope="sys")
-
-
-@triton.jit
-def raise_flags(
-    flag_addresses,
-    first,
-    count,
-    numbers,
-    STRIDE: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    PEERS: tl.constexpr,
-):
-    """Raise flags `first` .. `first + count - 1`, in the block where `is_last` was true.
-
-    Flag f gets the number at ``numbers + f * STRIDE``.  At once: each thread releases a flag.  What
-    other blocks wrote happened before the ticket's addition, which one thread acquired, and that
-    before the barrier behind it, so every thread's release covers it.
-    """
-    if AT_ONCE:
-        peers = first + tl.arange(0, PEERS)
-        inside = peers < first + count
-        flags = tl.load(flag_addresses + peers, mask=inside, other=0)
-        number = tl.load(numbers + peers * STRIDE, mask=inside, other=0)
-        tl.atomic_xchg(
-            flags.to(tl.pointer_type(tl.int64)), number, mask=inside, sem="release", scope="sys"
-        )
-    else:
-        for peer in range(first, first + count):
-            flag = tl.load(flag_addresses + peer).to(tl.pointer_type(tl.int64))
-            store_exchange_number(flag, tl.load(numbers + peer * STRIDE))
-
-
-@triton.jit
-def is_last(ticket):
-    """True in the last block of the grid to come here; what the others wrote is then visible."""
-    tl.debug_barrier()
-    last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
-    if last:
-        tl.store(ticket, 0)
-    return last
 
 
 @triton.jit
@@ -201,87 +144,6 @@ def _send_rows(
             store_exchange_number(flag, number)
         if STAMPS:
             stamp(stamps, number, _SENT, STAMPS, INTERPRETED)
-
-
-@triton.jit
-def _leave_word(failure, late, peers, numbers):
-    """Write the first late peer and its exchange for the host."""
-    peer = tl.min(tl.where(late, peers, 2147483647), axis=0)
-    number = tl.max(tl.where(peers == peer, numbers, 0), axis=0)
-    tl.store(failure + 1, number)
-    tl.atomic_xchg(failure, tl.cast(peer + 1, tl.int64), sem="release", scope="sys")
-
-
-@_compiled_once
-def _wait(
-    flags,
-    exchanges,
-    first,
-    count,
-    failure,
-    bound_ns,
-    stamps,
-    COUNTS_HERE: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    PEERS: tl.constexpr,
-    STAMPS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    if STAMPS:
-        stamp(stamps, tl.load(exchanges + first) + 1, _WAIT, STAMPS, INTERPRETED)
-    if AT_ONCE:
-        peers = first + tl.arange(0, PEERS)
-        inside = peers < first + count
-        if COUNTS_HERE:
-            numbers = tl.load(exchanges + peers, mask=inside, other=0) + 1
-        else:
-            numbers = tl.load(exchanges) + tl.zeros([PEERS], dtype=tl.int64)
-        seen = tl.load(flags + peers, mask=inside, other=0, volatile=True)
-        late = inside & (seen < numbers)
-        if INTERPRETED:
-            if tl.max(late.to(tl.int32), axis=0) > 0:
-                _leave_word(failure, late, peers, numbers)
-        else:
-            began = tl.extra.cuda.globaltimer()
-            while tl.max(late.to(tl.int32), axis=0) > 0:
-                seen = tl.load(flags + peers, mask=inside, other=0, volatile=True)
-                late = inside & (seen < numbers)
-                if tl.extra.cuda.globaltimer() - began > bound_ns:
-                    _leave_word(failure, late, peers, numbers)
-                    tl.inline_asm_elementwise(
-                        "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-                    )
-        tl.atomic_add(flags + peers, numbers * 0, mask=inside, sem="acquire", scope="sys")
-        if COUNTS_HERE:
-            tl.store(exchanges + peers, numbers, mask=inside)
-    else:
-        for peer in range(first, first + count):
-            if COUNTS_HERE:
-                number = tl.load(exchanges + peer) + 1
-            else:
-                number = tl.load(exchanges)
-            seen = tl.load(flags + peer, volatile=True)
-            if INTERPRETED:
-                if seen < number:
-                    tl.store(failure + 1, number)
-                    tl.store(failure, peer + 1)
-            else:
-                began = tl.extra.cuda.globaltimer()
-                while seen < number:
-                    seen = tl.load(flags + peer, volatile=True)
-                    if tl.extra.cuda.globaltimer() - began > bound_ns:
-                        tl.store(failure + 1, number)
-                        tl.atomic_xchg(
-                            failure, tl.cast(peer + 1, tl.int64), sem="release", scope="sys"
-                        )
-                        tl.inline_asm_elementwise(
-                            "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-                        )
-            tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys")
-            if COUNTS_HERE:
-                tl.store(exchanges + peer, number)
-    if STAMPS:
-        stamp(stamps, tl.load(exchanges + first), _CAME, STAMPS, INTERPRETED)
 
 
 @_compiled_once
@@ -386,15 +248,6 @@ class Peers(NamedTuple):
     weights: torch.Tensor | None = None
 
 
-class Failure(NamedTuple):
-    """What a wait that gave up left behind."""
-
-    peer: int
-    """Index of the flag that did not come."""
-    exchange: int
-    """The exchange that was waited for."""
-
-
 def send_rows(
     hidden: torch.Tensor,
     expert_ids: torch.Tensor,
@@ -439,51 +292,9 @@ def send_rows(
         FFN_RANKS=to.rows.shape[0],
         K_BLOCK=triton.next_power_of_2(top_k),
         H_BLOCK=min(MAX_BLOCK, triton.next_power_of_2(size)),
-        **_stamped(stamps),
+        **constants_of(stamps),
         num_warps=WARPS,
     )
-
-
-def wait(
-    flags: torch.Tensor,
-    exchanges: torch.Tensor,
-    *,
-    first: int,
-    count: int,
-    failure: torch.Tensor,
-    seconds: float,
-    counts_here: bool,
-    stamps: torch.Tensor | None = None,
-) -> None:
-    """Hold the stream until flags `first` .. `first + count - 1` show the present exchange.
-
-    Args:
-        flags: int64, one a peer.
-        exchanges: int64; with `counts_here` one a peer, going up by one when its flag has come,
-            else [1], the count that `send_rows` has raised.
-        failure: [2] int64 that the host can read at any time, zero: see `failure_of`.
-        seconds: the bound; past it the kernel traps, which ends this process's use of the GPU.
-    """
-    _wait[(1,)](
-        flags,
-        exchanges,
-        first,
-        count,
-        failure,
-        int(seconds * 1e9),
-        stamps if stamps is not None else exchanges,
-        COUNTS_HERE=counts_here,
-        AT_ONCE=AT_ONCE,
-        PEERS=triton.next_power_of_2(flags.shape[0]),
-        **_stamped(stamps),
-        num_warps=1,
-    )
-
-
-def failure_of(failure: torch.Tensor) -> Failure | None:
-    """What the waits that share `failure` left in it; None if all came through so far."""
-    peer, exchange = failure.tolist()
-    return Failure(peer - 1, exchange) if peer else None
 
 
 def return_rows(
@@ -528,7 +339,7 @@ def return_rows(
         TOP_K=top_k,
         K_BLOCK=triton.next_power_of_2(top_k),
         H_BLOCK=min(MAX_BLOCK, triton.next_power_of_2(size)),
-        **_stamped(stamps),
+        **constants_of(stamps),
         AT_ONCE=AT_ONCE,
         PEERS=triton.next_power_of_2(to.flags.shape[0]),
         num_warps=WARPS,
@@ -570,10 +381,5 @@ def sum_replies(
         FFN_RANKS=replies.shape[0] // cap,
         K_BLOCK=triton.next_power_of_2(top_k),
         H_BLOCK=block,
-        **_stamped(stamps),
+        **constants_of(stamps),
     )
-
-
-def _stamped(stamps: torch.Tensor | None) -> dict[str, int | bool]:
-    """The kernels' constants for stamps; 0: none are given."""
-    return {"STAMPS": 0 if stamps is None else mask_of(stamps), "INTERPRETED": INTERPRETED}

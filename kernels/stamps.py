@@ -24,7 +24,7 @@ WAIT, CAME, RETURN, RETURNED = 1, 2, 3, 4
 ARMED, ANCHOR, TICKS = 0, 1, 2
 """Places in the head: whether moments are taken; when `anchor` came; the interpreter's count."""
 
-_INTERPRETED = triton.knobs.runtime.interpret
+INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
@@ -79,4 +79,9 @@ def mask_of(stamps: torch.Tensor) -> int:
 
 def anchor(stamps: torch.Tensor) -> None:
     """Write into the head when the stream has come here, armed or not."""
-    _anchor[(1,)](stamps, INTERPRETED=_INTERPRETED, num_warps=1)
+    _anchor[(1,)](stamps, INTERPRETED=INTERPRETED, num_warps=1)
+
+
+def constants_of(stamps: torch.Tensor | None) -> dict[str, int | bool]:
+    """What kernels are compiled for, of a channel's stamps; None: they leave no moments."""
+    return {"STAMPS": 0 if stamps is None else mask_of(stamps), "INTERPRETED": INTERPRETED}

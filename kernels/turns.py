@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_afd.kernels.flags import trap
+
 
 @triton.jit
 def _take_turn(turns, bound_ns):
@@ -24,9 +26,7 @@ def _take_turn(turns, bound_ns):
     while ended < mine:
         ended = tl.load(turns + 1, volatile=True)
         if tl.extra.cuda.globaltimer() - began > bound_ns:
-            tl.inline_asm_elementwise(
-                "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-            )
+            trap()
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import torch
 
 from sglang_afd.dispatch.transport import RoutedRows, RowBatch
 from sglang_afd.kernels import exchange as kernels
+from sglang_afd.kernels import flags
 from sglang_afd.topology import Topology
 
 _ALIGNMENT = 256  # bytes; rows are moved 16 bytes at a time
@@ -189,7 +190,7 @@ class AttentionEnd:
 
     def combine(self, sent: Sent) -> torch.Tensor:
         """Wait for every F rank and add up their rows: [n, H]."""
-        kernels.wait(
+        flags.wait(
             self._flags,
             self.exchange,
             first=0,
@@ -260,7 +261,7 @@ class FfnEnd:
         In place where one span takes all `cap` rows of its sources, or has one source.
         """
         for span in spans:
-            kernels.wait(
+            flags.wait(
                 self._flags,
                 self._exchanges,
                 first=span.first,

@@ -29,7 +29,7 @@ from sglang_afd.dispatch.drawn import DrawnEnd, arena_of_sources
 from sglang_afd.dispatch.step_plan import Caps, Path, Round
 from sglang_afd.dispatch.transport import RoutedRows, RowBatch, nothing
 from sglang_afd.emulation import Emulation
-from sglang_afd.kernels.exchange import failure_of
+from sglang_afd.kernels.flags import failure_of
 from sglang_afd.kernels.stamps import anchor, new_stamps
 from sglang_afd.topology import Role, Topology
 

@@ -18,7 +18,7 @@ import torch
 from sglang_afd.dispatch.channel import Shape, Span
 from sglang_afd.dispatch.transport import RoutedRows
 from sglang_afd.emulation import Emulation
-from sglang_afd.kernels.exchange import failure_of
+from sglang_afd.kernels.flags import failure_of
 from sglang_afd.topology import Topology
 from tests.support.emulated import exchange_of_sources
 from tests.support.local_ends import Ends, expected, make_ends, random_rows, run_experts
@@ -203,7 +203,7 @@ def record(work: Callable[[], None]) -> tuple[torch.cuda.Stream, torch.cuda.CUDA
 _LONELY = """
 import torch
 from sglang_afd.dispatch.channel import Shape, Span
-from sglang_afd.kernels.exchange import failure_of
+from sglang_afd.kernels.flags import failure_of
 from sglang_afd.topology import Topology
 from tests.support.local_ends import make_ends, random_rows
 import random

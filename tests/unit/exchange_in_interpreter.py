@@ -26,7 +26,8 @@ from sglang_afd.emulation import Emulation
 from sglang_afd.kernels import drawn as drawn_kernels
 from sglang_afd.kernels import exchange as kernels
 from sglang_afd.kernels import exchange_reference as reference
-from sglang_afd.kernels.stamps import new_stamps
+from sglang_afd.kernels import flags
+from sglang_afd.kernels.stamps import INTERPRETED, new_stamps
 from sglang_afd.observe.stages import Stage
 from sglang_afd.observe.stamps import GraphStamps
 from sglang_afd.topology import Role, Topology
@@ -53,7 +54,7 @@ SLOW = settings(
 @pytest.fixture(autouse=True)
 def convert_as_hardware_does(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter of Triton 3.8 rounds halves up and can lose the carry into the exponent."""
-    assert kernels.INTERPRETED, "needs TRITON_INTERPRET=1 before Triton is imported"
+    assert INTERPRETED, "needs TRITON_INTERPRET=1 before Triton is imported"
 
     def convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
         bits = torch.from_numpy(values.copy())
@@ -191,7 +192,7 @@ def exchange(ends: Ends, rows: list[RoutedRows], slots: list[int], spans: list[S
         assert torch.equal(got, expected(rows[n], ends.num_experts, len(ends.ffn)))
     for memory in ends.memory:
         assert (memory[:MARGIN] == 99).all() and (memory[-MARGIN:] == 99).all()
-    assert kernels.failure_of(ends.waits.failure) is None
+    assert flags.failure_of(ends.waits.failure) is None
 
 
 WIDE = Sizes(1, 2, 4, Shape(1, 2064, 8, BF16), 128, 2048)
@@ -362,7 +363,7 @@ def test_a_wait_leaves_word_of_a_silent_attention_rank(silent: int, done: int) -
         exchange(ends, rows, [2, 2], [Span(0, 2, 2)])
     ends.attention[1 - silent].dispatch(rows[0], slots=2)
     ends.ffn[0].receive([Span(0, 2, 2)])
-    assert kernels.failure_of(ends.waits.failure) == kernels.Failure(silent, done + 1)
+    assert flags.failure_of(ends.waits.failure) == flags.Failure(silent, done + 1)
 
 
 @pytest.mark.parametrize("done", [0, 2])
@@ -376,6 +377,6 @@ def test_a_wait_leaves_word_of_a_silent_ffn_rank(silent: int, done: int) -> None
     answering = ends.ffn[1 - silent]
     answering.receive([Span(0, 1, 2)])
     answering.reply(torch.zeros(2, 1, 16), [Span(0, 1, 2)])
-    assert kernels.failure_of(ends.waits.failure) is None
+    assert flags.failure_of(ends.waits.failure) is None
     ends.attention[0].combine(sent)
-    assert kernels.failure_of(ends.waits.failure) == kernels.Failure(silent, done + 1)
+    assert flags.failure_of(ends.waits.failure) == flags.Failure(silent, done + 1)

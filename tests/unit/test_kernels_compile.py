@@ -9,7 +9,7 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from sglang_afd.kernels import drawn, exchange, splits, turns
+from sglang_afd.kernels import drawn, exchange, flags, splits, turns
 
 pytestmark = pytest.mark.unit
 
@@ -51,7 +51,7 @@ def compiled(kernel: JITFunction, warps: int, **given: Any) -> str:
     ("kernel", "warps"),
     [
         (exchange._send_rows, exchange.WARPS),
-        (exchange._wait, 1),
+        (flags._wait, 1),
         (exchange._return_rows, exchange.WARPS),
         (drawn._send_drawn, exchange.WARPS),
     ],
@@ -60,7 +60,7 @@ def compiled(kernel: JITFunction, warps: int, **given: Any) -> str:
 def test_the_exchange_compiles(kernel: JITFunction, warps: int, stamps: int, at_once: bool) -> None:
     """And flags are released and acquired at the scope of the system."""
     ptx = compiled(kernel, warps, AT_ONCE=at_once, STAMPS=stamps)
-    wanted = ".sys.acquire" if kernel is exchange._wait else ".sys.release.exch.b64"
+    wanted = ".sys.acquire" if kernel is flags._wait else ".sys.release.exch.b64"
     assert wanted in ptx
 
 
