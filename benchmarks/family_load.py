@@ -13,14 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from benchmarks.attempt import attempt
 from benchmarks.models import SHAPES, write_tokenizer
 from benchmarks.progress import say, starting
 from benchmarks.serving import Load, bench
@@ -131,15 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     share_kernels(args.work)
     failed = False
     for name in args.families:
-        began = time.monotonic()
         say(f"{name} begins")
-        try:
-            result = measure(name, args.work, args.out)
-        except Exception as error:
-            failed = True
-            traceback.print_exc()
-            result = {"failed": f"{type(error).__name__}: {error}"}
-        result["seconds"] = time.monotonic() - began
+        result = attempt(partial(measure, name, args.work, args.out))
+        failed |= "failed" in result
         text = json.dumps({"family": name, "identity": environment.describe(), **result}, indent=1)
         (args.out / f"{name}.json").write_text(text + "\n")
         say(f"{name}: {json.dumps(result.get('step', result.get('failed')))}")

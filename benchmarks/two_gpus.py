@@ -22,8 +22,6 @@ import argparse
 import hashlib
 import json
 import os
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,6 +33,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from benchmarks.attempt import attempt
 from benchmarks.fp8 import quantise_checkpoint
 from benchmarks.models import write_tokenizer
 from benchmarks.progress import say, starting
@@ -146,15 +145,9 @@ def main() -> None:
     share_kernels(args.work)
     failed = False
     for name in args.parts:
-        began = time.monotonic()
         say(f"part {name}")
-        try:
-            result = PARTS[name](args.work, args.out, afd)
-        except Exception as error:
-            failed = True
-            traceback.print_exc()
-            result = {"failed": f"{type(error).__name__}: {error}"}
-        result["seconds"] = time.monotonic() - began
+        result = attempt(partial(PARTS[name], args.work, args.out, afd))
+        failed |= "failed" in result
         head = {
             "identity": {"seed": SEED, **environment.describe()},
             "part": name,

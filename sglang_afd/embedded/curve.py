@@ -1,19 +1,9 @@
-"""What both trainings share: the learning rate over the steps, and the picture of the losses."""
+"""The picture of a training's losses."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-
-def learning_rate(step: int, steps: int, *, warmup: int, peak: float, final: float) -> float:
-    """Linear warm-up, over a tenth of the steps at most, then a cosine from `peak` to `final`."""
-    warmup = min(warmup, max(1, steps // 10))
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    fraction = (step - warmup) / max(1, steps - warmup)
-    return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * fraction))
 
 
 def plot(curve: Sequence[Mapping[str, float]], target: Path, labels: Mapping[str, str]) -> None:

@@ -30,8 +30,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from sglang_afd.embedded import checkpoint, corpus, vocab
 from sglang_afd.embedded.batches import IGNORED, Rows, fixed_windows
-from sglang_afd.embedded.curve import learning_rate, plot
+from sglang_afd.embedded.curve import plot
 from sglang_afd.embedded.evaluate import mean_loss
+from sglang_afd.embedded.optimising import Optimising, optimizer_for
 
 ROW_LENGTHS = (512, 1024, 2048)  # taken in turn, so that long positions are trained as well
 EVALUATIONS = 20
@@ -39,17 +40,11 @@ TIMED_STEPS = 60  # timed after as many warm-up steps, to turn --minutes into st
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Optimising):
     """What determines the result, besides the corpus and the library versions."""
 
     seed: int = 1905
     tokens_per_step: int = 32768
-    peak_lr: float = 1.5e-3
-    final_lr: float = 1.5e-5
-    warmup_steps: int = 200
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
     balance: float = 0.02  # weight of the load-balancing loss
 
 
@@ -118,18 +113,6 @@ def build_model(tokenizer: Tokenizer, settings: Settings, device: str) -> Qwen3M
     return model
 
 
-def optimizer_for(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """AdamW; only matrices decay."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    on_gpu = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=settings.peak_lr, betas=settings.betas, fused=on_gpu)
-
-
 def train(
     model: Qwen3MoeForCausalLM,
     rows: Rows,
@@ -148,13 +131,7 @@ def train(
     every = max(1, steps // 200)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(
-                step,
-                steps,
-                warmup=settings.warmup_steps,
-                peak=settings.peak_lr,
-                final=settings.final_lr,
-            )
+            group["lr"] = settings.learning_rate(step, steps)
         length = min(ROW_LENGTHS[step % len(ROW_LENGTHS)], settings.tokens_per_step)
         inputs, targets = rows.batch(settings.tokens_per_step // length, length)
         with torch.autocast(device.type, torch.bfloat16):

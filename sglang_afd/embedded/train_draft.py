@@ -38,8 +38,9 @@ from sglang_afd import embedded
 from sglang_afd.embedded import corpus
 from sglang_afd.embedded.acceptance import Estimate, estimate, prompts_of, questions_of
 from sglang_afd.embedded.batches import IGNORED, Rows, fixed_windows
-from sglang_afd.embedded.curve import learning_rate, plot
+from sglang_afd.embedded.curve import plot
 from sglang_afd.embedded.draft_model import Draft
+from sglang_afd.embedded.optimising import Optimising, optimizer_for
 from sglang_afd.embedded.plain_target import AUX_LAYERS, Target
 from sglang_afd.embedded.written import LENGTH, Writer
 
@@ -51,17 +52,12 @@ LABELS = {"training": "training", "held_out": "held-out documents"}
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Optimising):
     """What determines the result, besides the corpus, the target and the library versions."""
 
     seed: int = 1906
     tokens_per_step: int = 16384
-    peak_lr: float = 1.5e-3
-    final_lr: float = 1.5e-5
     warmup_steps: int = 100
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
     unrolled: int = 3  # steps of the draft in a row
     decay: float = 0.8  # a step's weight in the loss, of the step's before it
     written: int = 32768  # rows that the target writes, in four parts
@@ -169,16 +165,7 @@ class Training:
         self._taken = 0
         held_out, _ = fixed_windows([d for d in documents if d.held_out], tokenizer, ROW)
         self._held_out = held_out[:8].to(target.embedding.device)
-        matrices = [p for p in draft.parameters() if p.ndim >= 2]
-        others = [p for p in draft.parameters() if p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        on_gpu = target.embedding.is_cuda
-        self._optimizer = torch.optim.AdamW(
-            groups, lr=settings.peak_lr, betas=settings.betas, fused=on_gpu
-        )
+        self._optimizer = optimizer_for(draft, settings)
 
     def write(self, parts: int) -> None:
         """Let the target write this many quarters of its rows."""
@@ -216,13 +203,7 @@ class Training:
         recent: list[torch.Tensor] = []
         settings = self.settings
         for step in range(1, steps + 1):
-            rate = learning_rate(
-                step - 1,
-                steps,
-                warmup=settings.warmup_steps,
-                peak=settings.peak_lr,
-                final=settings.final_lr,
-            )
+            rate = settings.learning_rate(step - 1, steps)
             recent.append(self.step(rate, written=step % 2 == 0))
             if step % every and step < steps:
                 continue
