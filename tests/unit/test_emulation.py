@@ -26,7 +26,7 @@ from sglang_afd.emulation import DRAWS, Emulation
 from sglang_afd.families import FAMILIES, MoeFacts
 from sglang_afd.flags import parse
 from sglang_afd.gate import findings
-from sglang_afd.kernels import exchange as kernels
+from sglang_afd.kernels import flags
 from sglang_afd.kernels.exchange_reference import drawn_ids
 from sglang_afd.observe.stages import HostClock, Stage, StepTimer, StepTimes
 from sglang_afd.plan.advice import advise
@@ -203,7 +203,7 @@ def test_a_missing_source_is_named_with_the_rank_that_stands_for_it(
     transports = make_transports(
         Topology(1, 1), 4, Shape(2, 16, 1, torch.float32), Caps(2, 2), 1, emulation=emulate(3, 2)
     )
-    failing = kernels.Failure(2, 7)
+    failing = flags.Failure(2, 7)
     monkeypatch.setattr("sglang_afd.dispatch.nvlink.failure_of", lambda failure: failing)
     said = transports[1].failure(RuntimeError())
     assert said is not None
